@@ -1,0 +1,794 @@
+"""Stackelberg Alignment: a leader commits to instructions, a pool of models duels, judges itself and learns by DPO.
+
+Algorithm 1 of the paper. `step` is one iteration and reads like it; the state is immutable and everything random comes
+from the state's key, so an iteration repeats to the same bits. Text is handled at the edges of each phase; matching,
+reputations and the leader are the array functions of `stackalign.arena` and `stackalign.leader`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stackalign import arena
+from stackalign import leader as leaders
+from stackalign.data import Instruction
+from stackalign.judges import Item, Judge, JudgeCheck, accuracy
+from stackalign.lm import training
+from stackalign.lm import pool as lm_pool
+from stackalign.objectives import dpo
+
+
+@dataclasses.dataclass(frozen=True)
+class DpoConfig:
+    """How the pool trains. Defaults are the paper's (Appendix C) where it gives one.
+
+    Attributes:
+      learning_rate: AdamW's peak; cosine to 0 over each iteration.
+      beta: DPO's inverse temperature.
+      nll_weight: weight of the chosen answer's length-normalised negative log-likelihood; the paper has none.
+      label_smoothing: share of flipped preferences assumed, in [0, 0.5).
+      min_chosen_score: pairs whose chosen answer scored less are not trained on; 1 keeps all.
+      batch_size: pairs of one optimizer step, for every agent.
+      epochs: passes over an iteration's pairs.
+      weight_decay, max_grad_norm: of AdamW; the norm is clipped agent by agent.
+      restart_optimizer: fresh moments every iteration; otherwise they carry over.
+      micro_tokens: padded tokens of one forward and backward pass; bounds memory.
+      remat: recompute layers in the backward pass.
+    """
+
+    learning_rate: float = 1e-6
+    beta: float = 0.1
+    nll_weight: float = 0.0
+    label_smoothing: float = 0.0
+    min_chosen_score: float = 1.0
+    batch_size: int = 16
+    epochs: int = 1
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    restart_optimizer: bool = True
+    micro_tokens: int = 4096
+    remat: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class AlignConfig:
+    """One run of Stackelberg Alignment. Defaults are the paper's.
+
+    Attributes:
+      iterations, duels: T and D.
+      duels_per_round: duels matched with the same reputations; 0 is all D, 1 is the sequential algorithm.
+      leader: the instruction leader.
+      leader_gap: target score gap (share of the score range) at the start and the end, equation 3.
+      difficulty_weight, preference_weight, difficulty_threshold, preference_bandwidth: leader reward, equations 2 to 4.
+      strategy, target_gap, matching_bandwidth, num_opponents, random_rate: matching, equations 6 and 7.
+      schedule: how both gaps move from start to end.
+      reputation: constants of the rating, equations 9 to 11.
+      weighting: "reputation" for equation 8, "mean" for equal judge weights.
+      sampling: decoding of the duels' answers.
+      validation_tokens: new tokens of a (greedy) validation answer; 0 is as many as in duels.
+      fresh_instructions: draw a new set of K instructions every iteration and restart the leader.
+      train: see `DpoConfig`.
+      batch_tokens: padded tokens of a generation batch; a quarter of it for scoring.
+    """
+
+    iterations: int = 8
+    duels: int = 64
+    duels_per_round: int = 0
+    leader: leaders.Leader = leaders.exp3.leader()
+    leader_gap: tuple[float, float] = (0.6, 0.15)
+    difficulty_weight: float = 0.3
+    preference_weight: float = 0.7
+    difficulty_threshold: float = 3.0
+    preference_bandwidth: float = 0.15
+    strategy: arena.matching.Strategy = arena.matching.schedule_decreasing
+    target_gap: tuple[float, float] = (1.0, 0.0)
+    matching_bandwidth: float = 0.15
+    num_opponents: int = 0
+    random_rate: float = 0.2
+    schedule: Callable = leaders.schedules.linear
+    reputation: arena.ReputationConfig = arena.reputation.PAPER
+    weighting: str = "reputation"
+    sampling: lm_pool.Sampling = lm_pool.Sampling()
+    validation_tokens: int = 0
+    fresh_instructions: bool = False
+    train: DpoConfig = DpoConfig()
+    batch_tokens: int = 16384
+
+
+class AlignState(NamedTuple):
+    """Everything an iteration needs and changes.
+
+    Attributes:
+      iteration: iterations done.
+      key: PRNG key of the iterations to come.
+      drawn: int `[K]`, which instructions of the pool are in play.
+      leader: state of the leader over them.
+      reputation: ratings of the m agents.
+      wins: `[m, m]` wins so far, a tie half a win for each.
+      stacks: adapters by base.
+      optimizers: optimizer states by base.
+    """
+
+    iteration: int
+    key: jax.Array
+    drawn: np.ndarray
+    leader: Any
+    reputation: arena.ReputationState
+    wins: jax.Array
+    stacks: lm_pool.Stacks
+    optimizers: Any
+
+
+class IterationRecord(NamedTuple):
+    """What an iteration leaves on paper: JSON-ready duels and metrics (`metrics["seconds"]` alone is not repeatable)."""
+
+    iteration: int
+    duels: list[dict]
+    metrics: dict
+
+
+class Task(NamedTuple):
+    """What the pool is aligned on.
+
+    Attributes:
+      instructions: the pool of instructions.
+      validation: held-out instructions; those without a check are ignored.
+      judge: who scores answers.
+      verify: `(instruction, text) -> bool` for instructions where `checkable(instruction)`.
+      checkable: whether an instruction can be verified.
+    """
+
+    instructions: Sequence[Instruction]
+    validation: Sequence[Instruction]
+    judge: Judge
+    verify: Callable[[Instruction, str], bool]
+    checkable: Callable[[Instruction], bool]
+
+
+def check(config: AlignConfig, pool: lm_pool.Pool, task: Task, num_instructions: int) -> None:
+    """Refuses what cannot run, before any work; each error names what to change.
+
+    Raises:
+      ValueError: no peer judge in a pool of two, more instructions asked for than there are, prompts over the context,
+        an external verifier on instructions without a check, or a number out of its range.
+    """
+    num_models = len(pool.agents)
+    if num_models == 0:
+        raise ValueError("the pool has no agents")
+    if num_models == 2 and task.judge.names is None:
+        raise ValueError(
+            "two models have no peer judge (a judge is never one of the two that duel): add a third model, or give an "
+            "external judge (--judge=verifier or --judge_endpoint)"
+        )
+    if not 1 <= num_instructions <= len(task.instructions):
+        raise ValueError(
+            f"{num_instructions} instructions asked for (K), the pool has {len(task.instructions)}; lower "
+            "--num_instructions or give more instructions"
+        )
+    for name in ("iterations", "duels"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+    if not 0 <= config.duels_per_round <= config.duels:
+        raise ValueError(f"duels_per_round must lie in 0..{config.duels}, got {config.duels_per_round}")
+    if task.judge.names == ("verifier",):
+        bare = [instruction.id for instruction in task.instructions if not task.checkable(instruction)]
+        if bare:
+            raise ValueError(
+                f"judge 'verifier' needs an answer or a verifier on every instruction; {len(bare)} have none, the first "
+                f"is {bare[0]!r}"
+            )
+    for agent in range(num_models):
+        for instruction in (*task.instructions, *task.validation):
+            try:
+                prompt = lm_pool.encode_prompt(pool, agent, instruction.prompt)
+                lm_pool.check_context(pool, agent, prompt, config.sampling.max_new_tokens + 1)
+            except ValueError as error:
+                raise ValueError(f"instruction {instruction.id!r}: {error}") from error
+
+
+def init(key: jax.Array, config: AlignConfig, pool: lm_pool.Pool, task: Task, num_instructions: int, stacks=None):
+    """The state before the first iteration.
+
+    Args:
+      key: consumed.
+      num_instructions: K, drawn from the pool without replacement.
+      stacks: adapters to start from; fresh ones where None.
+    """
+    draw_key, adapter_key, key = jax.random.split(key, 3)
+    stacks = lm_pool.init_adapters(adapter_key, pool) if stacks is None else stacks
+    num_models = len(pool.agents)
+    optimizer = _optimizer(config.train)
+    return AlignState(
+        iteration=0,
+        key=key,
+        drawn=_draw_instructions(draw_key, task, num_instructions),
+        leader=config.leader.init(num_instructions),
+        reputation=arena.reputation.init(num_models, config.reputation),
+        wins=jnp.zeros((num_models, num_models)),
+        stacks=stacks,
+        optimizers={name: training.init(optimizer, stack) for name, stack in stacks.items()},
+    )
+
+
+def align(
+    config: AlignConfig, pool: lm_pool.Pool, task: Task, state: AlignState, progress: lm_pool.Progress = lm_pool.silent
+) -> Iterator[tuple[AlignState, IterationRecord]]:
+    """Yields the state and the record after every iteration from `state` on."""
+    while state.iteration < config.iterations:
+        state, record = step(config, pool, task, state, progress)
+        yield state, record
+
+
+def baseline(config, pool, task, state, progress=lm_pool.silent) -> IterationRecord:
+    """Record number 0: validation before any training, starting weights and reputations."""
+    clock = _Clock()
+    with clock("validation"):
+        validation = validate(config, pool, task, state.stacks, progress)
+    metrics = {"iteration": 0, **validation, **_standing(config, pool, task, state), "seconds": clock.seconds}
+    return IterationRecord(0, [], metrics)
+
+
+def step(
+    config: AlignConfig, pool: lm_pool.Pool, task: Task, state: AlignState, progress: lm_pool.Progress = lm_pool.silent
+) -> tuple[AlignState, IterationRecord]:
+    """One iteration of Algorithm 1."""
+    clock = _Clock()
+    next_key, fresh_key, leader_key, round_key, train_key = jax.random.split(state.key, 5)
+    if config.fresh_instructions and state.iteration > 0:
+        num_instructions = len(state.drawn)
+        state = state._replace(
+            drawn=_draw_instructions(fresh_key, task, num_instructions), leader=config.leader.init(num_instructions)
+        )
+    tau = leaders.schedules.progress(state.iteration, config.iterations)
+    reward_gap, match_gap = config.schedule(tau, *config.leader_gap), config.schedule(tau, *config.target_gap)
+
+    drawn = np.asarray(leaders.draw(leader_key, config.leader.probabilities(state.leader), config.duels))
+    actives = arena.active_models(state.iteration, config.duels, len(pool.agents))
+    reputation, rounds, measures = state.reputation, [], _Measures(task.judge)
+    size = config.duels_per_round or config.duels
+    for start in range(0, config.duels, size):
+        chosen = slice(start, min(start + size, config.duels))
+        match_key, combat_key, judge_key = jax.random.split(jax.random.fold_in(round_key, start), 3)
+        first = actives[chosen]
+        second = _opponents(config, match_key, reputation, first, match_gap)
+        gaps = jax.vmap(arena.relative_gaps, (None, 0))(reputation.ratings, first)
+        realised = np.asarray(jnp.take_along_axis(gaps, second[:, None], axis=1)[:, 0])
+        prompts = [task.instructions[state.drawn[index]] for index in drawn[chosen]]
+        with clock("combat"):
+            answers = _combat(config, pool, state.stacks, combat_key, first, second, prompts, progress)
+        with clock("judging"):
+            judged = _judge(config, pool, task, state.stacks, judge_key, measures, first, second, prompts, answers, progress)
+        reputation, outcome = _play(config, task, reputation, first, second, judged)
+        rounds.append(_Round(np.asarray(first), np.asarray(second), prompts, answers, judged, realised, outcome))
+    duels = _merge(rounds)
+
+    rewards = leaders.rewards.composite(
+        duels.outcome.scores[:, 0],
+        duels.outcome.scores[:, 1],
+        reward_gap,
+        difficulty_weight=config.difficulty_weight,
+        preference_weight=config.preference_weight,
+        threshold=config.difficulty_threshold,
+        bandwidth=config.preference_bandwidth,
+    )
+    leader = config.leader.update(state.leader, jnp.asarray(drawn), rewards, duels.outcome.valid)
+    wins = state.wins + arena.bradley_terry.wins(
+        duels.first, duels.second, duels.outcome.scores, duels.outcome.valid, len(pool.agents)
+    )
+    pairs = _pairs(config, duels)
+    with clock("training"):
+        stacks, optimizers, losses = train(config.train, pool, state, train_key, pairs, progress)
+    new_state = AlignState(
+        state.iteration + 1, next_key, state.drawn, leader, reputation, wins, stacks, optimizers
+    )
+    with clock("validation"):
+        validation = validate(config, pool, task, stacks, progress)
+    rows = _duel_rows(config, pool, task, state.iteration + 1, duels)
+    metrics = {
+        "iteration": state.iteration + 1,
+        **validation,
+        **_standing(config, pool, task, new_state),
+        "reward_gap": float(reward_gap),
+        "target_gap": float(match_gap),
+        "realised_gap": float(duels.realised_gap.mean()),
+        **_tally(pool, task, rows, pairs, duels, rewards),
+        "calls": _calls(pool, task, config, duels, measures),
+        "loss": losses,
+        "seconds": clock.seconds,
+    }
+    return new_state, IterationRecord(state.iteration + 1, rows, metrics)
+
+
+# The phases.
+
+
+class _Round(NamedTuple):
+    """Duels with their answers, judges' scores `[D, 2, J]` (NaN = failed or not asked), and outcome."""
+
+    first: np.ndarray
+    second: np.ndarray
+    prompts: list[Instruction]
+    answers: list[tuple[lm_pool.Answer, lm_pool.Answer]]
+    judged: np.ndarray
+    realised_gap: np.ndarray
+    outcome: arena.Outcome
+
+
+class Pair(NamedTuple):
+    """A preference: an instruction, its better and its worse answer."""
+
+    instruction: Instruction
+    chosen: lm_pool.Answer
+    rejected: lm_pool.Answer
+
+
+class _Clock:
+    """Seconds by phase."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str):
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+class _Measures:
+    """All measures of an iteration by judge, so that a scale may rank a new answer among the earlier ones."""
+
+    def __init__(self, judge: Judge):
+        self.judge, self.by_judge, self.failures, self.count = judge, {}, {}, 0
+
+    def scores(self, items: Sequence[Item], values: np.ndarray) -> np.ndarray:
+        out = np.full(len(items), np.nan)
+        judges = np.array([item.judge for item in items])
+        self.count += len(items)
+        for judge in np.unique(judges):
+            mine = judges == judge
+            earlier = self.by_judge.get(judge, np.zeros(0))
+            self.by_judge[judge] = np.concatenate([earlier, values[mine]])
+            self.failures[judge] = self.failures.get(judge, 0) + int(np.isnan(values[mine]).sum())
+            out[mine] = np.asarray(self.judge.scale(self.by_judge[judge]))[len(earlier) :]
+        return out
+
+
+def _draw_instructions(key, task, num_instructions) -> np.ndarray:
+    return np.asarray(jax.random.permutation(key, len(task.instructions))[:num_instructions])
+
+
+def _opponents(config, key, reputation, first, target_gap):
+    if reputation.ratings.shape[0] == 1:
+        return first
+    return arena.sample_opponents(
+        key,
+        reputation.ratings,
+        first,
+        target_gap=target_gap,
+        strategy=config.strategy,
+        bandwidth=config.matching_bandwidth,
+        num_opponents=config.num_opponents,
+        random_rate=config.random_rate,
+    )
+
+
+def _combat(config, pool, stacks, key, first, second, prompts, progress):
+    """Both answers of every duel, as pairs."""
+    requests = []
+    for a, b, instruction in zip(np.asarray(first), np.asarray(second), prompts, strict=True):
+        requests += [(int(agent), lm_pool.encode_prompt(pool, int(agent), instruction.prompt)) for agent in (a, b)]
+    answers = lm_pool.generate_answers(
+        pool,
+        stacks,
+        jax.random.split(key, len(requests)),
+        requests,
+        config.sampling,
+        max_tokens=config.batch_tokens,
+        progress=progress,
+        phase="combat",
+    )
+    return list(zip(answers[::2], answers[1::2], strict=True))
+
+
+def _judges_of(task, num_models, a, b) -> Sequence[int]:
+    if task.judge.names is not None:
+        return range(len(task.judge.names))
+    return [k for k in range(num_models) if k not in (a, b)] or [a]  # alone, a model judges itself
+
+
+def _judge(config, pool, task, stacks, key, measures, first, second, prompts, answers, progress) -> np.ndarray:
+    """Scores `[D, 2, J]`, NaN where a judge failed or was not asked."""
+    num_models = len(pool.agents)
+    num_judges = num_models if task.judge.names is None else len(task.judge.names)
+    items, places = [], []
+    for d, (a, b) in enumerate(zip(np.asarray(first), np.asarray(second), strict=True)):
+        for judge in _judges_of(task, num_models, a, b):
+            for side in (0, 1):
+                items.append(Item(int(judge), prompts[d], answers[d][side]))
+                places.append((d, side, judge))
+    values = task.judge.measure(key, pool, stacks, items, progress)
+    judged = np.full((len(prompts), 2, num_judges), np.nan)
+    judged[tuple(np.array(places).T)] = measures.scores(items, values)
+    return judged
+
+
+@functools.partial(jax.jit, static_argnames=("peer", "weighting", "config"))
+def _jit_play(state, first, second, judged, *, peer, weighting, config):
+    return arena.play(
+        state, first, second, judged, jnp.isfinite(judged), peer=peer, weighting=weighting, config=config
+    )
+
+
+def _play(config, task, reputation, first, second, judged):
+    alone = reputation.ratings.shape[0] == 1
+    moved, outcome = _jit_play(
+        reputation,
+        first,
+        second,
+        jnp.asarray(judged, jnp.float32),
+        peer=task.judge.names is None and not alone,
+        weighting=config.weighting,
+        config=config.reputation,
+    )
+    return (reputation if alone else moved), jax.tree.map(np.asarray, outcome)
+
+
+def _merge(rounds: Sequence[_Round]) -> _Round:
+    first, second, prompts, answers, judged, realised, outcomes = zip(*rounds, strict=True)
+    return _Round(
+        np.concatenate(first),
+        np.concatenate(second),
+        sum(prompts, []),
+        sum(answers, []),
+        np.concatenate(judged),
+        np.concatenate(realised),
+        jax.tree.map(lambda *parts: np.concatenate(parts), *outcomes),
+    )
+
+
+def _pairs(config, duels: _Round) -> list[Pair]:
+    """Preference pairs in duel order; ties and duels without scores give none."""
+    pairs = []
+    for d in range(len(duels.prompts)):
+        a, b = duels.outcome.scores[d]
+        if duels.outcome.valid[d] and a != b and max(a, b) >= config.train.min_chosen_score:
+            better = 0 if a > b else 1
+            pairs.append(Pair(duels.prompts[d], duels.answers[d][better], duels.answers[d][1 - better]))
+    return pairs
+
+
+# Training.
+
+
+def _optimizer(config: DpoConfig):
+    return _cached_optimizer(config.weight_decay, config.max_grad_norm)
+
+
+@functools.cache
+def _cached_optimizer(weight_decay, max_grad_norm):
+    return training.adamw(weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+
+
+class PairExtra(NamedTuple):
+    """What the DPO loss needs beside the tokens: `[agents, pairs, 2]` reference sums, `[agents, pairs]` weights."""
+
+    reference: jax.Array
+    weights: jax.Array
+
+
+@functools.cache
+def _dpo(beta: float, nll_weight: float, label_smoothing: float) -> training.Loss:
+    """DPO over rows that alternate chosen and rejected; one object a setting, so that it compiles once."""
+
+    def loss(log_probs, batch):
+        agents, rows, length = log_probs.shape
+        log_probs = log_probs.reshape(agents * rows // 2, 2, length)
+        mask = batch.completion_mask.reshape(log_probs.shape)
+        sums = dpo.sequence_log_probs(log_probs.reshape(-1, length), mask.reshape(-1, length)).reshape(-1, 2)
+        reference, weights = batch.extra.reference.reshape(-1, 2), batch.extra.weights.reshape(-1)
+        out = dpo.dpo_loss(
+            sums[:, 0],
+            sums[:, 1],
+            reference[:, 0],
+            reference[:, 1],
+            weights=weights,
+            chosen_nll=dpo.nll(log_probs[:, 0], mask[:, 0]),
+            beta=beta,
+            label_smoothing=label_smoothing,
+            nll_weight=nll_weight,
+        )
+        total = jnp.sum(weights * out.losses)
+        margins = out.chosen_rewards - out.rejected_rewards
+        metrics = {
+            "loss": total,
+            "margin": jnp.sum(weights * margins),
+            "accuracy": jnp.sum(weights * (margins > 0)),
+        }
+        return total, metrics
+
+    return loss
+
+
+def train(config: DpoConfig, pool: lm_pool.Pool, state: AlignState, key, pairs: Sequence[Pair], progress=lm_pool.silent):
+    """Trains every agent on all pairs; the reference is each agent as it stood at the start of the iteration.
+
+    Args:
+      state: adapters and optimizer states to start from.
+      key: consumed by the order of the pairs and by dropout.
+
+    Returns:
+      `(stacks, optimizers, losses)`; losses are means over agents: of the first and last step and of all.
+    """
+    stacks, optimizers, steps = dict(state.stacks), dict(state.optimizers), []
+    optimizer = _optimizer(config)
+    total = config.epochs * len(pairs) * len(stacks)
+    done = 0
+    for index, name in enumerate(stacks if pairs else ()):
+        base, members = pool.bases[name], pool.members(name)
+        rows = _tokenise(pool, members, pairs, state.stacks, config, progress)
+        adapters = stacks[name]
+        opt_state = training.init(optimizer, adapters) if config.restart_optimizer else optimizers[name]
+        order_key, dropout_key = jax.random.split(jax.random.fold_in(key, index))
+        batches = _epochs(order_key, len(pairs), config)
+        for number, batch in enumerate(batches):
+            grads, metrics = None, None
+            for part in _micro_batches(batch, len(members), rows.padded_length, config):
+                dropout_key, micro_key = jax.random.split(dropout_key)
+                out = training.gradient(
+                    base.params,
+                    adapters,
+                    micro_key,
+                    rows.batch(part, 1.0 / len(batch)),
+                    config=base.config,
+                    lora_config=pool.lora,
+                    loss=_dpo(config.beta, config.nll_weight, config.label_smoothing),
+                    vocab_size=base.tokenizer.vocab_size,
+                    remat=config.remat,
+                )
+                grads, metrics = out if grads is None else training.add((grads, metrics), out)
+                jax.block_until_ready(metrics)
+                done += int((part >= 0).sum())
+                progress("training", done, total, "pairs")
+            rate = training.cosine(number, len(batches), config.learning_rate)
+            adapters, opt_state = training.apply(adapters, opt_state, grads, rate, optimizer=optimizer)
+            steps.append({k: float(v) / len(members) for k, v in metrics.items()})
+        stacks[name], optimizers[name] = adapters, opt_state
+    losses = {"steps": len(steps)}
+    if steps:
+        means = {k: float(np.mean([s[k] for s in steps])) for k in ("loss", "margin", "accuracy")}
+        losses |= {"first": steps[0]["loss"], "last": steps[-1]["loss"], "mean": means.pop("loss"), **means}
+    return stacks, optimizers, losses
+
+
+class _Rows(NamedTuple):
+    """All pairs of an iteration as padded tokens for one base: arrays `[agents, pairs, 2, …]`."""
+
+    prompts: np.ndarray
+    prompt_mask: np.ndarray
+    completions: np.ndarray
+    completion_mask: np.ndarray
+    reference: np.ndarray
+
+    @property
+    def padded_length(self) -> int:
+        return self.prompts.shape[-1] + self.completions.shape[-1]
+
+    def batch(self, part: np.ndarray, weight: float) -> training.Batch:
+        """The pairs `part` (−1 pads with weight 0)."""
+        agents = self.prompts.shape[0]
+        tokens = [x[:, part].reshape(agents, 2 * len(part), -1) for x in self[:4]]
+        weights = np.broadcast_to(np.where(part >= 0, weight, 0.0), (agents, len(part))).astype(np.float32)
+        return training.Batch(*tokens, PairExtra(self.reference[:, part], weights))
+
+
+def _tokenise(pool, members, pairs, stacks, config, progress) -> _Rows:
+    requests = []
+    for agent in members:
+        for pair in pairs:
+            prompt = lm_pool.encode_prompt(pool, agent, pair.instruction.prompt)
+            for answer in (pair.chosen, pair.rejected):
+                requests.append((agent, prompt, lm_pool.encode_answer(pool, agent, answer.text, answer.finished)))
+    reference, _ = lm_pool.score_answers(
+        pool, stacks, requests, max_tokens=config.micro_tokens, progress=progress, phase="reference"
+    )
+    prompts = lm_pool.pad(
+        [r[1] for r in requests], lm_pool.bucket(max(len(r[1]) for r in requests)), len(requests), left=True
+    )
+    completions = lm_pool.pad(
+        [r[2] for r in requests], lm_pool.bucket(max(len(r[2]) for r in requests)), len(requests), left=False
+    )
+    shape = (len(members), len(pairs), 2)
+    tokens = [x.reshape(*shape, -1) for x in (*prompts, *completions)]
+    return _Rows(*tokens, reference.astype(np.float32).reshape(shape))
+
+
+def _epochs(key, num_pairs: int, config: DpoConfig) -> list[np.ndarray]:
+    """Pair numbers of every optimizer step: each epoch in its own order, the last batch of an epoch may be short."""
+    batches = []
+    for epoch_key in jax.random.split(key, config.epochs):
+        order = np.asarray(jax.random.permutation(epoch_key, num_pairs))
+        batches += [order[i : i + config.batch_size] for i in range(0, num_pairs, config.batch_size)]
+    return batches
+
+
+def _micro_batches(batch: np.ndarray, num_agents: int, length: int, config: DpoConfig) -> list[np.ndarray]:
+    """Cuts a step's pairs into equal parts of a power of two pairs, padded with −1, within `micro_tokens`."""
+    fits = max(config.micro_tokens // (2 * num_agents * length), 1)
+    size = min(1 << (fits.bit_length() - 1), lm_pool.row_bucket(config.batch_size))
+    padded = np.concatenate([batch, np.full(-len(batch) % size, -1, batch.dtype)])
+    return list(padded.reshape(-1, size))
+
+
+# Measuring.
+
+
+def validate(config: AlignConfig, pool: lm_pool.Pool, task: Task, stacks, progress=lm_pool.silent) -> dict:
+    """Greedy accuracy of every agent on the checkable validation instructions; nulls where there are none."""
+    questions = [instruction for instruction in task.validation if task.checkable(instruction)]
+    if not questions:
+        return {"validation": dict.fromkeys(pool.names), "validation_mean": None}
+    right = evaluate(config, pool, task, stacks, questions, progress)
+    values = right.mean(axis=1)
+    return {
+        "validation": dict(zip(pool.names, map(float, values), strict=True)),
+        "validation_mean": float(values.mean()),
+    }
+
+
+def evaluate(config, pool, task, stacks, questions: Sequence[Instruction], progress=lm_pool.silent) -> np.ndarray:
+    """Whether each agent's greedy answer passes each question's check, bool `[m, questions]`."""
+    requests = [
+        (agent, lm_pool.encode_prompt(pool, agent, question.prompt))
+        for agent in range(len(pool.agents))
+        for question in questions
+    ]
+    answers = lm_pool.generate_answers(
+        pool,
+        stacks,
+        jax.random.split(jax.random.key(0), len(requests)),
+        requests,
+        lm_pool.Sampling(config.validation_tokens or config.sampling.max_new_tokens, 0.0, 1.0),
+        max_tokens=config.batch_tokens,
+        progress=progress,
+        phase="validation",
+    )
+    passed = [
+        task.verify(question, answer.text)
+        for question, answer in zip(list(questions) * len(pool.agents), answers, strict=True)
+    ]
+    return np.array(passed).reshape(len(pool.agents), len(questions))
+
+
+def check_judges(
+    key: jax.Array,
+    pool: lm_pool.Pool,
+    judge: Judge,
+    stacks,
+    contrasts: Sequence[tuple[Instruction, str, str]],
+    progress=lm_pool.silent,
+) -> dict[str, JudgeCheck]:
+    """How often each judge prefers the right of a right and a wrong answer to the same instruction.
+
+    Args:
+      key: consumed.
+      contrasts: (instruction, right answer, wrong answer) triples.
+    """
+    names = pool.names if judge.names is None else judge.names
+    items = [
+        Item(k, instruction, lm_pool.Answer(text, (), True))
+        for k in range(len(names))
+        for instruction, *texts in contrasts
+        for text in texts
+    ]
+    values = judge.measure(key, pool, stacks, items, progress).reshape(len(names), len(contrasts), 2)
+    return {name: accuracy(values[k, :, 0], values[k, :, 1]) for k, name in enumerate(names)}
+
+
+# Records.
+
+
+def _number(value) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _duel_rows(config, pool, task, iteration, duels: _Round) -> list[dict]:
+    names = pool.names if task.judge.names is None else task.judge.names
+    rows = []
+    for d, instruction in enumerate(duels.prompts):
+        a, b = int(duels.first[d]), int(duels.second[d])
+        asked = _judges_of(task, len(pool.agents), a, b)
+        scores = [_number(s) if ok else None for s, ok in zip(duels.outcome.scores[d], duels.outcome.scored[d], strict=True)]
+        rows.append(
+            {
+                "iteration": iteration,
+                "duel": d,
+                "instruction": instruction.id,
+                "models": [pool.names[a], pool.names[b]],
+                "answers": [answer.text for answer in duels.answers[d]],
+                "finished": [answer.finished for answer in duels.answers[d]],
+                "judges": {names[k]: [_number(s) for s in duels.judged[d, :, k]] for k in asked},
+                "scores": scores,
+                "valid": bool(duels.outcome.valid[d]),
+                "parse_failures": int(sum(not np.isfinite(duels.judged[d, side, k]) for k in asked for side in (0, 1))),
+                "right": [task.verify(instruction, answer.text) for answer in duels.answers[d]]
+                if task.checkable(instruction)
+                else None,
+            }
+        )
+    return rows
+
+
+def _standing(config, pool, task, state: AlignState) -> dict:
+    """Leader and ratings as they stand."""
+    probabilities = config.leader.probabilities(state.leader)
+    rating = state.reputation
+    strengths = arena.bradley_terry.strengths(state.wins)
+
+    def by_agent(values):
+        return dict(zip(pool.names, map(float, np.asarray(values)), strict=True))
+
+    return {
+        "leader": {
+            "instructions": [task.instructions[index].id for index in state.drawn],
+            "probabilities": [float(p) for p in np.asarray(probabilities)],
+            "log_weights": [float(w) for w in np.asarray(state.leader.log_weights)],
+        },
+        "reputations": by_agent(rating.ratings),
+        "deviations": by_agent(rating.deviations),
+        "deviation_floor_share": float(arena.reputation.deviation_floor_share(rating, config.reputation)),
+        "bradley_terry": by_agent(strengths),
+    }
+
+
+def _tally(pool, task, rows: list[dict], pairs: Sequence[Pair], duels: _Round, rewards) -> dict:
+    """Counts over the iteration's duels."""
+    valid = duels.outcome.valid
+    ties = int(sum(valid & (duels.outcome.scores[:, 0] == duels.outcome.scores[:, 1])))
+    names = pool.names if task.judge.names is None else task.judge.names
+    failures = {name: 0 for name in names}
+    words, lengths = {name: [] for name in pool.names}, {name: [] for name in pool.names}
+    for row, answers in zip(rows, duels.answers, strict=True):
+        for judge, scores in row["judges"].items():
+            failures[judge] += scores.count(None)
+        for name, answer in zip(row["models"], answers, strict=True):
+            words[name] += answer.text.split()
+            lengths[name].append(len(answer.ids))
+    decided = [
+        (task.verify(p.instruction, p.chosen.text), task.verify(p.instruction, p.rejected.text))
+        for p in pairs
+        if task.checkable(p.instruction)
+    ]
+    telling = [chosen for chosen, rejected in decided if chosen != rejected]
+    return {
+        "pairs": len(pairs),
+        "ties": ties,
+        "invalid": int((~valid).sum()),
+        "parse_failures": failures,
+        "failures_total": sum(failures.values()),
+        "mean_reward": _number(np.mean(np.asarray(rewards)[valid])) if valid.any() else None,
+        "pairs_with_one_right": len(telling) if decided else None,
+        "pair_accuracy": float(np.mean(telling)) if telling else None,
+        "type_token_ratio": {name: len(set(w)) / len(w) if w else None for name, w in words.items()},
+        "response_tokens": {name: float(np.mean(n)) if n else None for name, n in lengths.items()},
+    }
+
+
+def _calls(pool, task, config, duels: _Round, measures: _Measures) -> dict:
+    """Model calls as counted and by formula: 2·D generations, 2·D·J judgements; the paper counts D·m."""
+    num_models = len(pool.agents)
+    judges = max(num_models - 2, 1) if task.judge.names is None else len(task.judge.names)
+    return {
+        "generations": 2 * len(duels.answers),
+        "judgements": measures.count,
+        "generations_formula": 2 * config.duels,
+        "judgements_formula": 2 * config.duels * judges,
+        "paper_formula": config.duels * num_models,
+    }

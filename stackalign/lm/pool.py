@@ -1,0 +1,348 @@
+"""The pool: frozen bases, the agents that share them, and batched generation and scoring for any mix of agents.
+
+An agent is a base, its own slot in that base's stack of adapters, and a system prompt. Requests of many agents are
+grouped by base, sorted by length, padded to a few fixed shapes (one compiled program each) and run together.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stackalign.lm import decoder, generate, lora, score
+from stackalign.lm.config import DecoderConfig
+
+LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+
+Progress = Callable[[str, int, int, str], None]
+"""Called with (phase, done, total, unit) as work proceeds."""
+
+
+def silent(phase: str, done: int, total: int, unit: str) -> None:
+    """A `Progress` that shows nothing."""
+
+
+class Tokenizer(Protocol):
+    """What the pool needs of a tokenizer."""
+
+    eos_ids: tuple[int, ...]
+    end_of_turn: int
+    pad_id: int
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Base(NamedTuple):
+    """A frozen language model: its configuration, parameters and tokenizer."""
+
+    config: DecoderConfig
+    params: Any
+    tokenizer: Tokenizer
+
+
+class Agent(NamedTuple):
+    """A member of the pool: its name, the base it runs on, and its system prompt (None: the template's default)."""
+
+    name: str
+    base: str
+    system_prompt: str | None = None
+
+
+class Answer(NamedTuple):
+    """A generated answer: its text, its token ids (end-of-turn id included when `finished`), whether it ended itself."""
+
+    text: str
+    ids: tuple[int, ...]
+    finished: bool
+
+
+class Sampling(NamedTuple):
+    """How to decode. Temperature 0 is greedy; defaults are the paper's for duels (Appendix C)."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.7
+    top_p: float = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """Bases by name, and the agents in their fixed order; `lora` is the shape that all adapters share."""
+
+    bases: Mapping[str, Base]
+    agents: tuple[Agent, ...]
+    lora: lora.LoraConfig
+
+    def __post_init__(self):
+        names = [agent.name for agent in self.agents]
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise ValueError(f"agent names must differ; {', '.join(doubled)} occur(s) more than once")
+        for agent in self.agents:
+            if agent.base not in self.bases:
+                raise ValueError(f"agent {agent.name!r} names base {agent.base!r}; there is {', '.join(self.bases)}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(agent.name for agent in self.agents)
+
+    def members(self, base: str) -> list[int]:
+        """Indices of the agents on `base`; an agent's place in this list is its slot in the stack of adapters."""
+        return [index for index, agent in enumerate(self.agents) if agent.base == base]
+
+
+Stacks = Mapping[str, lora.Adapters]
+"""Stacked adapters by base name; part of the training state, not of the pool."""
+
+
+def init_adapters(key: jax.Array, pool: Pool) -> Stacks:
+    """Fresh adapters for every agent; consumes `key`."""
+    keys = jax.random.split(key, len(pool.bases))
+    return {
+        name: lora.init(base_key, base.config, pool.lora, len(pool.members(name)))
+        for base_key, (name, base) in zip(keys, pool.bases.items(), strict=True)
+        if pool.members(name)
+    }
+
+
+def bucket(length: int, lengths: Sequence[int] = LENGTHS) -> int:
+    """The smallest padded length that holds `length`."""
+    for size in lengths:
+        if length <= size:
+            return size
+    return -(-length // lengths[-1]) * lengths[-1]
+
+
+def row_bucket(rows: int) -> int:
+    """The smallest power of two ≥ `rows`, so that few batch shapes are compiled."""
+    return 1 << max(rows - 1, 0).bit_length()
+
+
+def encode_prompt(pool: Pool, agent: int, user: str) -> list[int]:
+    """Token ids of a one-turn chat that `agent` is to answer, with its own system prompt."""
+    system = pool.agents[agent].system_prompt
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return pool.bases[pool.agents[agent].base].tokenizer.encode_chat([*messages, {"role": "user", "content": user}])
+
+
+def encode_answer(pool: Pool, agent: int, text: str, finished: bool = True) -> list[int]:
+    """Token ids of an answer for `agent`: encoded apart from the prompt, so that no token straddles the border.
+
+    An answer that was cut by the token limit (`finished` false) gets no end-of-turn id.
+    """
+    tokenizer = pool.bases[pool.agents[agent].base].tokenizer
+    return tokenizer.encode(text) + ([tokenizer.end_of_turn] if finished else [])
+
+
+def pad(sequences: Sequence[Sequence[int]], length: int, num_rows: int, *, left: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Ids int32 `[num_rows, length]` and mask bool `[num_rows, length]`, padded with 0 on the left or the right."""
+    ids, mask = np.zeros((num_rows, length), np.int32), np.zeros((num_rows, length), bool)
+    for row, sequence in enumerate(sequences):
+        where = slice(length - len(sequence), length) if left else slice(0, len(sequence))
+        ids[row, where], mask[row, where] = sequence, True
+    return ids, mask
+
+
+def _batches(pool: Pool, agents: Sequence[int], lengths: Sequence[int], max_tokens: int, extra: int):
+    """Yields (base name, request indices): one base, similar lengths, at most `max_tokens` padded tokens a batch."""
+    for name in pool.bases:
+        members = set(pool.members(name))
+        order = sorted((i for i, agent in enumerate(agents) if agent in members), key=lambda i: (-lengths[i], i))
+        while order:
+            rows = max(max_tokens // (bucket(lengths[order[0]]) + extra), 1)
+            rows = 1 << (rows.bit_length() - 1)
+            yield name, order[:rows]
+            order = order[rows:]
+
+
+def _rows(pool: Pool, name: str, agents: Sequence[int], num_rows: int) -> lora.Rows:
+    members = pool.members(name)
+    slots = np.zeros(num_rows, np.int32)
+    slots[: len(agents)] = [members.index(agent) for agent in agents]
+    return lora.rows(pool.lora, len(members), jnp.asarray(slots))
+
+
+def check_context(pool: Pool, agent: int, prompt: Sequence[int], new_tokens: int) -> None:
+    """Raises ValueError when a prompt and its answer do not fit the agent's context; nothing is ever cut silently."""
+    limit = pool.bases[pool.agents[agent].base].config.max_positions
+    if len(prompt) + new_tokens > limit:
+        raise ValueError(
+            f"a prompt of {len(prompt)} tokens and an answer of up to {new_tokens} exceed the context of {limit} tokens "
+            f"of agent {pool.agents[agent].name!r}: shorten the instruction or lower the number of new tokens"
+        )
+
+
+def generate_answers(
+    pool: Pool,
+    stacks: Stacks | None,
+    keys: jax.Array,
+    requests: Sequence[tuple[int, Sequence[int]]],
+    sampling: Sampling,
+    *,
+    max_tokens: int = 16384,
+    progress: Progress = silent,
+    phase: str = "generate",
+) -> list[Answer]:
+    """Answers `requests`, each an (agent, prompt ids) pair, in their order.
+
+    Args:
+      stacks: adapters by base, or None for the bare bases.
+      keys: typed keys `[requests]`, one a request: an answer does not depend on what else is asked.
+      sampling: see `Sampling`.
+      max_tokens: padded tokens a batch, prompt and answer; bounds memory.
+    """
+    answers: list[Answer | None] = [None] * len(requests)
+    agents = [agent for agent, _ in requests]
+    for agent, prompt in requests:
+        check_context(pool, agent, prompt, sampling.max_new_tokens)
+    done = 0
+    lengths = [len(prompt) for _, prompt in requests]
+    for name, chosen in _batches(pool, agents, lengths, max_tokens, sampling.max_new_tokens):
+        base = pool.bases[name]
+        num_rows = row_bucket(len(chosen))
+        prompts, mask = pad([requests[i][1] for i in chosen], bucket(max(lengths[i] for i in chosen)), num_rows, left=True)
+        index = np.zeros(num_rows, np.int32)
+        index[: len(chosen)] = chosen
+        out = generate.generate(
+            base.params,
+            None if stacks is None else stacks[name],
+            base.config,
+            keys[index],
+            prompts,
+            mask,
+            None if stacks is None else _rows(pool, name, [agents[i] for i in chosen], num_rows),
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=max(sampling.temperature, 1e-6),
+            top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
+            greedy=sampling.temperature == 0,
+            eos_ids=tuple(base.tokenizer.eos_ids),
+            vocab_size=base.tokenizer.vocab_size,
+        )
+        tokens, kept, finished = (np.asarray(x) for x in (out.tokens, out.mask, out.finished))
+        for row, i in enumerate(chosen):
+            ids = tuple(int(token) for token in tokens[row][kept[row]])
+            text = base.tokenizer.decode(ids[:-1] if finished[row] else ids)
+            answers[i] = Answer(text, ids, bool(finished[row]))
+        done += len(chosen)
+        progress(phase, done, len(requests), "answers")
+    return answers
+
+
+_completion_log_probs = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size", "remat", "train_head"))
+
+
+def score_answers(
+    pool: Pool,
+    stacks: Stacks | None,
+    requests: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+    *,
+    temperature: float = 1.0,
+    max_tokens: int = 4096,
+    progress: Progress = silent,
+    phase: str = "score",
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities of completions under agents.
+
+    Args:
+      requests: (agent, prompt ids, completion ids) triples; an empty completion has sum 0 and length 0.
+      temperature: divides the logits.
+      max_tokens: padded tokens a batch; bounds memory.
+
+    Returns:
+      `(sums, lengths)`, float64 and int `[requests]`: total log-probability and number of completion tokens.
+    """
+    sums, counts = np.zeros(len(requests)), np.array([len(r[2]) for r in requests], int)
+    agents = [request[0] for request in requests]
+    for agent, prompt, completion in requests:
+        check_context(pool, agent, prompt, len(completion))
+    width = bucket(int(counts.max(initial=1)))
+    done = 0
+    for name, chosen in _batches(pool, agents, [len(r[1]) for r in requests], max_tokens, width):
+        base = pool.bases[name]
+        num_rows = row_bucket(len(chosen))
+        prompts, mask = pad(
+            [requests[i][1] for i in chosen], bucket(max(len(requests[i][1]) for i in chosen)), num_rows, left=True
+        )
+        completions, completion_mask = pad([requests[i][2] for i in chosen], width, num_rows, left=False)
+        values = _completion_log_probs(
+            base.params,
+            None if stacks is None else stacks[name],
+            base.config,
+            prompts,
+            mask,
+            completions,
+            completion_mask,
+            None if stacks is None else _rows(pool, name, [agents[i] for i in chosen], num_rows),
+            temperature=temperature,
+            vocab_size=base.tokenizer.vocab_size,
+        )
+        sums[chosen] = np.asarray(values, np.float64).sum(axis=1)[: len(chosen)]
+        done += len(chosen)
+        progress(phase, done, len(requests), "answers")
+    return sums, counts
+
+
+def _next_log_probs(params, adapters, config, tokens, mask, rows, *, last: int, vocab_size: int):
+    hidden, _ = decoder.apply(
+        params, adapters, config, tokens, decoder.positions_of(mask), decoder.causal_mask(mask), rows=rows
+    )
+    hidden = hidden[:, :, -last:]
+    values = decoder.logits(params, hidden.reshape(hidden.shape[0], -1), vocab_size)
+    return jax.nn.log_softmax(values, axis=0).reshape(-1, *hidden.shape[1:])
+
+
+_next_log_probs = jax.jit(_next_log_probs, static_argnames=("config", "last", "vocab_size"))
+
+
+def next_log_probs(
+    pool: Pool,
+    stacks: Stacks | None,
+    requests: Sequence[tuple[int, Sequence[int]]],
+    ids: Sequence[Sequence[int]],
+    *,
+    max_tokens: int = 2048,
+    progress: Progress = silent,
+    phase: str = "score",
+) -> list[list[np.ndarray]]:
+    """Log-probabilities of chosen next tokens after the last positions of a prompt, at temperature 1.
+
+    Args:
+      requests: (agent, prompt ids) pairs; each prompt is at least `len(ids)` tokens long.
+      ids: for the last `len(ids)` positions, in order, the token ids that are asked for there.
+
+    Returns:
+      For each request a list, one float array `[len(ids[k])]` a position.
+    """
+    out: list[list[np.ndarray] | None] = [None] * len(requests)
+    agents = [agent for agent, _ in requests]
+    for agent, prompt in requests:
+        check_context(pool, agent, prompt, 1)
+    done = 0
+    for name, chosen in _batches(pool, agents, [len(p) for _, p in requests], max_tokens, 0):
+        base = pool.bases[name]
+        num_rows = row_bucket(len(chosen))
+        tokens, mask = pad(
+            [requests[i][1] for i in chosen], bucket(max(len(requests[i][1]) for i in chosen)), num_rows, left=True
+        )
+        values = _next_log_probs(
+            base.params,
+            None if stacks is None else stacks[name],
+            base.config,
+            tokens,
+            mask,
+            None if stacks is None else _rows(pool, name, [agents[i] for i in chosen], num_rows),
+            last=len(ids),
+            vocab_size=base.tokenizer.vocab_size,
+        )
+        for row, i in enumerate(chosen):
+            out[i] = [np.asarray(values[np.asarray(wanted), row, k]) for k, wanted in enumerate(ids)]
+        done += len(chosen)
+        progress(phase, done, len(requests), "answers")
+    return out

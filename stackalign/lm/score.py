@@ -1,0 +1,130 @@
+"""Per-token log-probabilities of completions, without ever holding `[rows, length, vocabulary]`.
+
+A batch is a prompt block padded on the left and a completion block padded on the right, so the hidden states that
+predict completion tokens are one static slice and the vocabulary projection never runs over prompts. The projection
+goes in chunks of columns; for a frozen projection the backward pass needs only the `[d, columns]` gradient of each
+token's log-probability, which the forward pass forms while the chunk's softmax is at hand.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from stackalign.lm import decoder, lora
+from stackalign.lm.config import DecoderConfig
+
+CHUNK = 256  # columns of a vocabulary chunk: 50 MB of float32 logits at 49k words
+
+
+def _chunk_log_probs(head, hidden, targets, temperature, vocab_size):
+    """Log-probabilities `[n]` of `targets` `[n]` from `hidden` `[d, n]`, and the chunk's log-softmax `[V, n]`."""
+    logits = decoder.logits({"embed": head}, hidden, vocab_size) / temperature
+    log_probs = logits - jax.nn.logsumexp(logits, axis=0, keepdims=True)
+    return jnp.take_along_axis(log_probs, targets[None], axis=0)[0], log_probs
+
+
+def _chunks(hidden, targets):
+    """`hidden` `[d, N]` → `[chunks, d, n]`, `targets` `[N]` → `[chunks, n]`, padded at the end with zeros."""
+    features, total = hidden.shape
+    size = min(CHUNK, total)
+    count = -(-total // size)
+    pad = count * size - total
+    hidden = jnp.pad(hidden, ((0, 0), (0, pad))).reshape(features, count, size).transpose(1, 0, 2)
+    return hidden, jnp.pad(targets, (0, pad)).reshape(count, size)
+
+
+def _map_chunks(head, hidden, targets, temperature, vocab_size):
+    def one(chunk):
+        return _chunk_log_probs(head, *chunk, temperature, vocab_size)[0]
+
+    return jax.lax.map(jax.checkpoint(one), _chunks(hidden, targets)).reshape(-1)[: targets.shape[0]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _frozen_head_log_probs(head, hidden, targets, temperature, vocab_size):
+    return _map_chunks(head, hidden, targets, temperature, vocab_size)
+
+
+def _frozen_forward(head, hidden, targets, temperature, vocab_size):
+    def one(chunk):
+        chunk_hidden, chunk_targets = chunk
+        picked, log_probs = _chunk_log_probs(head, chunk_hidden, chunk_targets, temperature, vocab_size)
+        expected = jnp.matmul(head.T, jnp.exp(log_probs).astype(head.dtype), preferred_element_type=jnp.float32)
+        return picked, (head[chunk_targets].T.astype(jnp.float32) - expected) / temperature
+
+    picked, slopes = jax.lax.map(one, _chunks(hidden, targets))
+    slopes = slopes.transpose(1, 0, 2).reshape(hidden.shape[0], -1)[:, : targets.shape[0]]
+    return picked.reshape(-1)[: targets.shape[0]], slopes.astype(hidden.dtype)
+
+
+def _frozen_backward(vocab_size, slopes, cotangent):
+    return None, slopes * cotangent[None].astype(slopes.dtype), None, None
+
+
+_frozen_head_log_probs.defvjp(_frozen_forward, _frozen_backward)
+
+
+def token_log_probs(head, hidden, targets, *, temperature=1.0, vocab_size: int, train_head: bool = False) -> jax.Array:
+    """Log-softmax of the projection, picked at the targets, in float32 at the sampling temperature.
+
+    Args:
+      head: `[V, d]`.
+      hidden: `[d, N]`.
+      targets: int `[N]`.
+      temperature: divides the logits; > 0.
+      vocab_size: ids at and above it have probability zero.
+      train_head: give gradients for `head` too; otherwise it is treated as a constant.
+
+    Returns:
+      `[N]` float32, all ≤ 0. Memory is O(V·CHUNK), not O(V·N).
+    """
+    temperature = jnp.asarray(temperature, jnp.float32)
+    if train_head:
+        return _map_chunks(head, hidden, targets, temperature, vocab_size)
+    return _frozen_head_log_probs(jax.lax.stop_gradient(head), hidden, targets, temperature, vocab_size)
+
+
+def completion_log_probs(
+    params,
+    adapters: lora.Adapters | None,
+    config: DecoderConfig,
+    prompts: jax.Array,
+    prompt_mask: jax.Array,
+    completions: jax.Array,
+    completion_mask: jax.Array,
+    rows: lora.Rows | None = None,
+    *,
+    temperature=1.0,
+    vocab_size: int,
+    remat: bool = False,
+    train_head: bool = False,
+) -> jax.Array:
+    """Log-probability of every completion token given its prompt and the tokens before it.
+
+    Args:
+      prompts: int `[rows, P]` and prompt_mask bool `[rows, P]`; each row has at least one real token, in column P − 1.
+      completions: int `[rows, C]` and completion_mask bool `[rows, C]`.
+      rows: which adapter each row uses (`lora.rows`).
+      temperature, vocab_size, train_head: see `token_log_probs`.
+      remat: see `decoder.apply`.
+
+    Returns:
+      `[rows, C]` float32; entries outside `completion_mask` are 0.
+    """
+    prompt_length, length = prompts.shape[1], completions.shape[1]
+    tokens = jnp.concatenate([prompts, completions], axis=1)
+    valid = jnp.concatenate([prompt_mask, completion_mask], axis=1)
+    hidden, _ = decoder.apply(
+        params, adapters, config, tokens, decoder.positions_of(valid), decoder.causal_mask(valid), rows=rows, remat=remat
+    )
+    hidden = hidden[:, :, prompt_length - 1 : prompt_length + length - 1]
+    values = token_log_probs(
+        decoder.unembedding(params),
+        hidden.reshape(hidden.shape[0], -1),
+        completions.reshape(-1),
+        temperature=temperature,
+        vocab_size=vocab_size,
+        train_head=train_head,
+    ).reshape(completions.shape)
+    return jnp.where(completion_mask, values, 0.0)
