@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -55,7 +56,10 @@ def ready(chosen: Mapping[str, Any], run: runs.Run, progress: lm_pool.Progress) 
     config = settings_lib.align_config(chosen)
     split, contrasts = instructions(chosen)
     task = align.Task(split.instructions, split.validation, make_judge(chosen, progress), data.verify, checkable)
-    pool, stacks = toy_pool(chosen, split, run, progress) if chosen["preset"] == "toy" else load_pool(chosen, progress)
+    if chosen["preset"] == "toy":
+        pool, stacks = toy_pool(chosen, split, run.path / "pool.npz", progress)
+    else:
+        pool, stacks = load_pool(chosen, progress)
     align.check(config, pool, task, chosen["num_instructions"])
     needed = 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(stacks))
     runs.require_free(run.path, 4 * needed + (64 << 20))
@@ -126,10 +130,10 @@ def toy_config(chosen: Mapping[str, Any]) -> toy.ToyConfig:
 
 
 def toy_pool(
-    chosen: Mapping[str, Any], split: toy.Split, run: runs.Run, progress: lm_pool.Progress
+    chosen: Mapping[str, Any], split: toy.Split, file: pathlib.Path, progress: lm_pool.Progress
 ) -> tuple[lm_pool.Pool, lm_pool.Stacks]:
-    """Makes the toy pool, or reads the one that this run made before it was stopped."""
-    file, config, shape = run.path / "pool.npz", toy_config(chosen), settings_lib.lora_config(chosen)
+    """Makes the toy pool and keeps it in `file`, or reads the one that is there."""
+    config, shape = toy_config(chosen), settings_lib.lora_config(chosen)
     key = jax.random.key(chosen["seed"])
     if file.exists():
         template = jax.eval_shape(lambda: lm.decoder.init(key, toy.base_config(config)))

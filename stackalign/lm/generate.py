@@ -97,7 +97,7 @@ def sample(keys: jax.Array, logits: jax.Array, temperature, top_p: float, greedy
       logits: float32 `[V, rows]`.
     """
     scaled = logits if greedy else logits / temperature
-    log_probs = scaled - jax.nn.logsumexp(scaled, axis=0, keepdims=True)
+    log_probs = jax.nn.log_softmax(scaled, axis=0)
     if greedy:
         token = jnp.argmax(logits, axis=0).astype(jnp.int32)
     else:
@@ -105,7 +105,8 @@ def sample(keys: jax.Array, logits: jax.Array, temperature, top_p: float, greedy
         if top_p < 1.0:
             weights = jnp.where(nucleus_mask(log_probs, top_p), weights, 0.0)
         token = categorical(jax.vmap(jax.random.uniform)(keys), weights)
-    return token, jnp.take_along_axis(log_probs, token[None], axis=0)[0]
+    picked = jnp.take_along_axis(log_probs, token[None], axis=0)[0]
+    return token, jnp.minimum(picked, 0.0)  # XLA's exp(0) may be an ulp below 1
 
 
 @functools.partial(

@@ -250,6 +250,8 @@ def score_answers(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities of completions under agents.
 
+    Equal requests are scored once, so equal answers get equal numbers to the last bit.
+
     Args:
       requests: (agent, prompt ids, completion ids) triples; an empty completion has sum 0 and length 0.
       temperature: divides the logits.
@@ -258,6 +260,9 @@ def score_answers(
     Returns:
       `(sums, lengths)`, float64 and int `[requests]`: total log-probability and number of completion tokens.
     """
+    places: dict[tuple, int] = {}
+    inverse = [places.setdefault((agent, tuple(p), tuple(c)), len(places)) for agent, p, c in requests]
+    requests = list(places)
     sums, counts = np.zeros(len(requests)), np.array([len(r[2]) for r in requests], int)
     agents = [request[0] for request in requests]
     for agent, prompt, completion in requests:
@@ -286,7 +291,7 @@ def score_answers(
         sums[chosen] = np.asarray(values, np.float64).sum(axis=1)[: len(chosen)]
         done += len(chosen)
         progress(phase, done, len(requests), "answers")
-    return sums, counts
+    return sums[inverse], counts[inverse]
 
 
 def _next_log_probs(params, adapters, config, tokens, mask, rows, *, last: int, vocab_size: int):

@@ -20,8 +20,9 @@ CHUNK = 256  # columns of a vocabulary chunk: 50 MB of float32 logits at 49k wor
 def _chunk_log_probs(head, hidden, targets, temperature, vocab_size):
     """Log-probabilities `[n]` of `targets` `[n]` from `hidden` `[d, n]`, and the chunk's log-softmax `[V, n]`."""
     logits = decoder.logits({"embed": head}, hidden, vocab_size) / temperature
-    log_probs = logits - jax.nn.logsumexp(logits, axis=0, keepdims=True)
-    return jnp.take_along_axis(log_probs, targets[None], axis=0)[0], log_probs
+    log_probs = jax.nn.log_softmax(logits, axis=0)
+    picked = jnp.take_along_axis(log_probs, targets[None], axis=0)[0]
+    return jnp.where(picked > 0, 0.0, picked), log_probs  # XLA's exp(0) may be an ulp below 1
 
 
 def _chunks(hidden, targets):
@@ -80,6 +81,8 @@ def token_log_probs(head, hidden, targets, *, temperature=1.0, vocab_size: int, 
       `[N]` float32, all ≤ 0. Memory is O(V·CHUNK), not O(V·N).
     """
     temperature = jnp.asarray(temperature, jnp.float32)
+    if vocab_size < head.shape[0]:  # rows that pad the vocabulary may hold anything: 0 · NaN would reach the gradient
+        head = jnp.where(jnp.arange(head.shape[0])[:, None] < vocab_size, head, 0)
     if train_head:
         return _map_chunks(head, hidden, targets, temperature, vocab_size)
     return _frozen_head_log_probs(jax.lax.stop_gradient(head), hidden, targets, temperature, vocab_size)
