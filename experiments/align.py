@@ -24,7 +24,7 @@ import sys
 import time
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from experiments import plan, prepare, settings
 
@@ -103,6 +103,7 @@ def read_settings() -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}; flags start with --")
+    logging.set_verbosity(logging.WARNING)
     try:
         chosen = read_settings()
         if FLAGS.dry_run:

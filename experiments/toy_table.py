@@ -6,7 +6,7 @@
 Every seed makes one pool and one set of prompts; all variants start from it. Accuracy is greedy exact match of the mean
 agent on 360 test prompts that no variant, setting or iteration was chosen on: hyperparameters and the best iteration
 come from the validation split. Writes rows.jsonl (one line a seed and variant; a stopped table goes on there),
-table.json and table.md into --out_dir, and prints the table.
+table.json, table.md and table.png into --out_dir, and prints the table.
 """
 
 import json
@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 
 from experiments import prepare, settings
 
@@ -156,9 +156,40 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def figure(rows: list[dict[str, Any]]):
+    """Change of the mean test accuracy over iterations: mean and 95 % interval over the seeds, for the main variants."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = [
+        ("nll_verifier", "#009E73", "--"), ("nll", "#0072B2", "-"), ("plain", "#56B4E9", "-"),
+        ("nll_random", "#D55E00", "-"), ("plain_random", "#E69F00", "-"),
+    ]  # fmt: skip
+    canvas = Figure(figsize=(7.5, 4.0), layout="constrained")
+    FigureCanvasAgg(canvas)
+    axes = canvas.add_subplot()
+    for name, colour, style in drawn:
+        gains = np.array([100 * (np.array(row["test"]) - row["test"][0]) for row in rows if row["variant"] == name])
+        if not len(gains):
+            continue
+        center, half = np.array([interval(column) for column in gains.T]).T
+        half = np.nan_to_num(half)
+        x = np.arange(len(center))
+        axes.plot(x, center, color=colour, linestyle=style, linewidth=2, label=VARIANTS[name][0])
+        axes.fill_between(x, center - half, center + half, color=colour, alpha=0.12, linewidth=0)
+    axes.axhline(0, color="0.4", linewidth=0.8)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("change of test accuracy, points")
+    axes.set_title(f"A pool of six tiny models judging itself ({len({row['seed'] for row in rows})} seeds)", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    return canvas
+
+
 def main(argv: list[str]) -> int:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    logging.set_verbosity(logging.WARNING)
     try:
         unknown = sorted(set(FLAGS.variants or ()) - set(VARIANTS))
         if unknown:
@@ -201,6 +232,7 @@ def main(argv: list[str]) -> int:
     result = table(rows)
     (out / "table.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     (out / "table.md").write_text(markdown(result) + "\n", encoding="utf-8")
+    figure(rows).savefig(out / "table.png", dpi=150)
     print(markdown(result))
     return 0
 

@@ -16,7 +16,7 @@ from stackalign.lm.config import DecoderConfig
 
 CONFIG = DecoderConfig(
     vocab_size=48, hidden_size=20, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6,
-    norm_eps=1e-5, rope_theta=1e4, rope_scaling=None, tie_embeddings=True, max_positions=64,
+    norm_eps=1e-5, rope_theta=1e4, rope_scaling=None, tie_embeddings=False, max_positions=64,
 )  # fmt: skip
 VOCAB = 41
 PROMPTS = ([5, 2, 9], [1], [3, 3, 8, 40, 12], [6, 7])
@@ -28,7 +28,7 @@ SCORE = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_si
 @pytest.fixture(scope="module")
 def params():
     made = decoder.init(jax.random.key(0), CONFIG)
-    return made | {"embed": made["embed"] * 25}
+    return made | {"embed": made["embed"] * 40, "lm_head": made["lm_head"] * 2}
 
 
 def chain(table, **changes):
@@ -136,42 +136,26 @@ def test_draw_has_the_distribution(vocab):
 
 
 @settings(deadline=None, max_examples=30)
-@given(seed=st.integers(0, 10**6), holes=st.sampled_from([0.3, 0.9, 0.995]))
-def test_draw_never_gives_weight_zero(seed, holes):
-    """Uniforms at, and one float beside, the borders of the cumulative weights, which rounding blurs; 0; and almost 1."""
+@given(seed=st.integers(0, 10**6), holes=st.sampled_from([0.3, 0.9, 0.995]), vocab=st.sampled_from([256, 6000]))
+def test_draw_never_gives_weight_zero(seed, holes, vocab):
+    """Uniforms 0, almost 1, and at or beside borders of the cumulative weights.
+
+    A parallel cumulative sum may rise by rounding where the weight is zero; where it does, the uniform aims there.
+    """
     rng = np.random.default_rng(seed)
-    weights = rng.exponential(size=(6000, 64)).astype(np.float32) ** 3
+    weights = rng.exponential(size=(vocab, 64)).astype(np.float32) ** 3
     weights[rng.random(weights.shape) < holes] = 0
-    weights[rng.integers(6000), :] += 1e-3
+    weights[rng.integers(vocab)] += 1e-3
     weights /= weights.sum(axis=0)
-    place = rng.integers(0, 6000, 64), np.arange(64)
-    border = np.asarray(jnp.cumsum(jnp.asarray(weights), axis=0))[place]
+    sums = np.asarray(jnp.cumsum(jnp.asarray(weights), axis=0))
+    risen = np.diff(sums, axis=0, prepend=0) > 0
+    row = np.arange(64)
+    place = np.where((risen & (weights == 0)).any(axis=0), np.argmax(risen & (weights == 0), axis=0), seed % vocab)
+    border = sums[np.maximum(place - 1, 0), row] / sums[-1]
     below, above = np.nextafter(border, np.float32(-1)), np.nextafter(border, np.float32(2))
     for uniform in (border, below, above, np.zeros(64), np.full(64, 1 - 2.0**-24)):
         ids = np.asarray(DRAW(np.clip(uniform, 0, 1 - 2.0**-24).astype(np.float32), weights))
-        assert (weights[ids, place[1]] > 0).all()
-
-
-def test_draw_passes_over_a_border_that_rounding_moved():
-    """A parallel cumulative sum may rise by an ulp across weights of zero; a uniform in that gap is drawn beyond it."""
-    rng = np.random.default_rng(0)
-    moved = 0
-    for _ in range(20):
-        weights = rng.exponential(size=(6000, 64)).astype(np.float32) ** 3
-        weights[rng.random(weights.shape) < 0.9] = 0
-        inside = weights.reshape(-1, generate.BLOCK, 64)[0] if weights.size % generate.BLOCK == 0 else weights[:256]
-        sums = np.asarray(jnp.cumsum(jnp.asarray(inside), axis=0))
-        rises = (np.diff(sums, axis=0) > 0) & (inside[1:] == 0)
-        moved += rises.sum()
-        for entry, row in np.argwhere(rises)[:20]:
-            # One block, so the goal is the uniform times the total: aim at the last value before the false rise.
-            total = inside[:, row].sum()
-            uniform = np.float32(min(sums[entry, row] / total, 1 - 2.0**-24))
-            for u in (np.nextafter(uniform, np.float32(0)), uniform, np.nextafter(uniform, np.float32(1))):
-                token = int(DRAW(np.full(64, u, np.float32), inside)[row])
-                assert inside[token, row] > 0
-    if not moved:
-        pytest.skip("this backend's cumulative sum is monotone")
+        assert (weights[ids, row] > 0).all()
 
 
 def test_draws_pass_a_chi_square_test():
@@ -180,7 +164,7 @@ def test_draws_pass_a_chi_square_test():
     tokens, log_probs = jax.jit(generate.sample, static_argnums=(3, 4))(
         keys(3, count), jnp.tile(logits[:, None], (1, count)), 0.6, 1.0, False
     )
-    expected = np.asarray(jax.nn.softmax(logits / 0.6))
+    expected = np.asarray(jax.nn.softmax(logits / 0.6), np.float64)
     observed = np.bincount(tokens, minlength=6)
     assert observed[5] == 0
     assert scipy.stats.chisquare(observed[:5], count * expected[:5] / expected[:5].sum()).pvalue > 1e-3

@@ -1,0 +1,243 @@
+"""The alignment binary at its edges: presets, overrides, refusals before any work, the plan, and a user's own pool."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from experiments import settings
+
+
+def cli(*arguments: str, timeout: int = 300) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "experiments.align", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+
+
+def refused(preset="smollm2", **given) -> str:
+    with pytest.raises(ValueError) as caught:
+        settings.resolve(preset, given)
+    return str(caught.value)
+
+
+def test_presets_resolve_and_paper_numbers_stand():
+    for preset in settings.PRESETS:
+        given = {"pool": "a/x,b/y,c/z"} if preset == "paper_dpo" else {}
+        chosen = settings.resolve(preset, given)
+        assert set(settings.PAPER) | {"preset"} == set(chosen)
+        settings.align_config(chosen)
+    paper = settings.align_config(settings.resolve("paper_dpo", {"pool": "a/x,b/y,c/z"}))
+    assert (paper.iterations, paper.duels, paper.sampling) == (8, 64, (256, 0.7, 0.9))
+    assert (paper.train.learning_rate, paper.train.beta, paper.train.batch_size, paper.train.epochs) == (1e-6, 0.1, 16, 1)
+    shape = settings.lora_config(settings.resolve("paper_dpo", {"pool": "a/x,b/y,c/z"}))
+    assert (shape.rank, shape.alpha, shape.dropout, shape.targets) == (64, 16.0, 0.1, ("q", "k", "v", "o"))
+
+
+def test_flags_override_presets():
+    chosen = settings.resolve("toy", {"duels": 5, "leader": "uniform"})
+    assert (chosen["duels"], chosen["leader"], chosen["iterations"]) == (5, "uniform", 8)
+
+
+@pytest.mark.parametrize(
+    ("preset", "given", "words"),
+    [
+        ("smollm2", {"pool": "a/x,b/y"}, ("two models", "--judge=verifier", "--judge_endpoint")),
+        ("smollm2", {"pool": "a/x,,b/y"}, ("empty entry",)),
+        ("smollm2", {"judge_endpoint": "http://x/v1"}, ("--judge_model",)),
+        ("smollm2", {"judge_endpoint": "http://x/v1", "judge_model": "j", "judge": "digits"}, ("--judge=digits",)),
+        ("smollm2", {"judge_model": "j"}, ("--judge_endpoint",)),
+        ("smollm2", {"on_parse_failure": "five"}, ("--on_parse_failure", "likelihood")),
+        ("smollm2", {"leader": "uniform", "leader_eta": 1.0}, ("--leader_eta",)),
+        ("smollm2", {"judge": "verifier", "weighting": "mean"}, ("--weighting",)),
+        ("smollm2", {"duels": 4, "duels_per_round": 5}, ("--duels_per_round",)),
+        ("smollm2", {"top_p": 0.0}, ("--top_p",)),
+        ("smollm2", {"learning_rate": 0.0}, ("--learning_rate",)),
+        ("smollm2", {"iterations": 0}, ("--iterations",)),
+        ("smollm2", {"lora_targets": "q,z"}, ("z",)),
+        ("smollm2", {"test_instructions": "x.jsonl"}, ("--instructions",)),
+        ("smollm2", {"pretrain_steps": 5}, ("--preset=toy",)),
+        ("toy", {"pool": "smollm2"}, ("--pool", "--preset=toy")),
+        ("toy", {"judge": "generate"}, ("--judge=generate",)),
+        ("paper_dpo", {}, ("--pool",)),
+        ("nothing", {}, ("smollm2", "toy", "paper_dpo")),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(preset, given, words):
+    message = refused(preset, **given)
+    assert all(word in message for word in words), message
+
+
+def test_two_models_with_an_external_judge_are_fine():
+    settings.resolve("smollm2", {"pool": "a/x,b/y", "judge": "verifier"})
+    chosen = settings.resolve("smollm2", {"pool": "a/x,b/y", "judge_endpoint": "http://x/v1", "judge_model": "j"})
+    assert chosen["judge"] == "endpoint"
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("[", "not JSON"),
+        ([], "list of agents"),
+        ([1], "agent 1"),
+        ([{"name": "a"}], "'base'"),
+        ([{"name": "", "base": "x"}], "'name'"),
+        ([{"name": "a", "base": "x", "adaptor": "y"}], "adaptor"),
+        ([{"name": "a", "base": "x", "system_prompt": 3}], "'system_prompt'"),
+        ([{"name": "a", "base": "x"}, {"name": "a", "base": "y"}], "more than once"),
+    ],
+)
+def test_agent_files_are_checked(tmp_path, rows, words):
+    file = tmp_path / "pool.json"
+    file.write_text(rows if isinstance(rows, str) else json.dumps(rows))
+    assert words in refused(pool=str(file))
+
+
+def test_agents_of_a_list_get_different_names():
+    specs = settings.agents({"pool": "models/a,other/a,models/b"})
+    assert [spec.name for spec in specs] == ["a_1", "a_2", "b"]
+
+
+def test_help_reads_and_names_every_setting():
+    shown = cli("--help")
+    text = shown.stdout + shown.stderr
+    assert "python -m experiments.align --preset=toy" in text
+    assert all(f"--{name}" in text or f"--[no]{name}" in text for name in settings.PAPER)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n', ("line 2", "'a'")),
+        ('{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": \n', ("line 2",)),
+        ('{"id": "a", "prompt": "  "}\n', ("line 1", "prompt")),
+    ],
+)
+def test_broken_instruction_files_stop_before_anything_is_made(tmp_path, text, words):
+    file = tmp_path / "instructions.jsonl"
+    file.write_text(text)
+    result = cli(f"--instructions={file}", f"--run_dir={tmp_path / 'run'}")
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert all(word in result.stderr for word in (*words, "instructions.jsonl")), result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_run_folder_is_not_overwritten(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    result = cli("--preset=toy", f"--run_dir={tmp_path}")
+    assert result.returncode == 1 and "--resume" in result.stderr and "Traceback" not in result.stderr
+    result = cli("--resume", f"--run_dir={tmp_path}")
+    assert result.returncode == 1 and "no run" in result.stderr
+    result = cli("--resume")
+    assert result.returncode == 1 and "--run_dir" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    """A Hugging Face folder of a tiny random Llama with a byte-level tokenizer and a chat template."""
+    import tokenizers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    d, f, layers, heads, kv = 16, 32, 2, 2, 1
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<|im_start|>", "<|im_end|>"]
+    vocab = {token: index for index, token in enumerate([*specials, *alphabet])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in specials])
+    backend.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": template}))
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": len(vocab), "hidden_size": d,
+        "intermediate_size": f, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512, "hidden_act": "silu",
+        "tie_word_embeddings": True, "eos_token_id": 1,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+
+    def weight(*shape):
+        return (rng.standard_normal(shape) * 0.1).astype(np.float32)
+
+    tensors = {"model.embed_tokens.weight": weight(len(vocab), d), "model.norm.weight": np.ones(d, np.float32)}
+    for i in range(layers):
+        name = f"model.layers.{i}."
+        tensors |= {
+            f"{name}self_attn.q_proj.weight": weight(d, d), f"{name}self_attn.k_proj.weight": weight(d // 2, d),
+            f"{name}self_attn.v_proj.weight": weight(d // 2, d), f"{name}self_attn.o_proj.weight": weight(d, d),
+            f"{name}mlp.gate_proj.weight": weight(f, d), f"{name}mlp.up_proj.weight": weight(f, d),
+            f"{name}mlp.down_proj.weight": weight(d, f), f"{name}input_layernorm.weight": np.ones(d, np.float32),
+            f"{name}post_attention_layernorm.weight": np.ones(d, np.float32),
+        }  # fmt: skip
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_own_pool_own_instructions_and_trained_adapters_come_back(tiny_model, tmp_path):
+    instructions = tmp_path / "mine.jsonl"
+    rows = [{"id": f"q{i}", "prompt": f"Say the number {i}.", "answer": str(i)} for i in range(10)]
+    instructions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pool = tmp_path / "pool.json"
+    agents = [{"name": f"agent_{i}", "base": str(tiny_model), "system_prompt": f"You are number {i}."} for i in range(3)]
+    pool.write_text(json.dumps(agents))
+    small = ["--iterations=1", "--duels=4", "--num_instructions=4", "--max_new_tokens=4", "--judge_check=0", "--lora_rank=2"]
+    first = cli(f"--pool={pool}", f"--instructions={instructions}", f"--run_dir={tmp_path / 'one'}", *small)
+    assert first.returncode == 0, first.stderr
+    for name in ("config.json", "duels.jsonl", "metrics.jsonl", "report/summary.json", "report/report.md"):
+        assert (tmp_path / "one" / name).exists()
+    trained = tmp_path / "one" / "agents" / "final" / "agent_0"
+    assert any(np.abs(t).max() > 0 for n, t in load_file(trained / "adapter_model.safetensors").items() if "lora_B" in n)
+    # A trained adapter is an agent of the next pool; a judge that generates fails to parse and is counted.
+    agents[0]["adapter"] = str(trained)
+    pool.write_text(json.dumps(agents))
+    second = cli(
+        f"--pool={pool}", f"--instructions={instructions}", f"--run_dir={tmp_path / 'two'}", "--judge=generate", *small
+    )
+    assert second.returncode == 0, second.stderr
+    summary = json.loads((tmp_path / "two" / "report" / "summary.json").read_text())
+    assert sum(row["failures"] for row in summary["parse_failures"].values()) > 0
+    assert any("parse" in warning or "score" in warning for warning in summary["warnings"])
+    wrong = cli(f"--pool={pool}", f"--run_dir={tmp_path / 'three'}", *small[:-1], "--lora_rank=1")
+    assert wrong.returncode == 1 and "--lora_rank=2" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+def test_damaged_checkpoints_are_refused_by_name(tiny_model, tmp_path):
+    def copy(name, change=None, **fields):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in tiny_model.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **fields}))
+        if change:
+            tensors = change(load_file(folder / "model.safetensors"))
+            save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    def without(tensors):
+        return {name: value for name, value in tensors.items() if "layers.1.mlp.up_proj" not in name}
+
+    cases = {
+        copy("missing", without): "model.layers.1.mlp.up_proj.weight",
+        copy("foreign", architectures=["MambaForCausalLM"], model_type="mamba"): "mamba",
+    }
+    short = copy("short")
+    whole = (short / "model.safetensors").read_bytes()
+    (short / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    cases[short] = "model.safetensors"
+    for folder, words in cases.items():
+        result = cli(f"--pool={folder},{folder},{folder}", f"--run_dir={tmp_path / 'run'}" + folder.name, "--judge_check=0")
+        assert result.returncode == 1 and words in result.stderr and "Traceback" not in result.stderr, result.stderr
+
+
+def test_dry_run_prints_the_plan(tiny_model):
+    result = cli("--preset=paper_dpo", f"--pool={tiny_model},{tiny_model},{tiny_model}", "--dry_run", "--dtype=float32")
+    assert result.returncode == 0, result.stderr
+    for words in ("Models", "3 agent(s)", "Memory", "128 generations", "128 judgements", "Hours", "in all"):
+        assert words in result.stdout, result.stdout
