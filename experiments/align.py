@@ -58,7 +58,9 @@ flags.DEFINE_string("judge_endpoint", None, "Base URL of an OpenAI-compatible ju
 flags.DEFINE_string("judge_model", None, "The judge's model name at the endpoint.")
 flags.DEFINE_string("judge_api_key_env", None, "Environment variable that holds the endpoint's key.")
 flags.DEFINE_enum("on_parse_failure", None, settings.CHOICES["on_parse_failure"], "Leave the judge out, or score 5.")
-flags.DEFINE_integer("judge_check", None, "Pairs of a right and a wrong answer that measure every judge first; 0 = none.")
+flags.DEFINE_integer(
+    "judge_check", None, "Right/wrong pairs that measure every judge first; 0 = none."
+)
 flags.DEFINE_float("temperature", None, "Of the duels' answers.")
 flags.DEFINE_float("top_p", None, "Of the duels' answers.")
 flags.DEFINE_integer("max_new_tokens", None, "Longest answer.")
@@ -93,7 +95,9 @@ def read_settings() -> dict[str, Any]:
         raise ValueError("--resume needs --run_dir=FOLDER, the folder of the run to go on with")
     file = pathlib.Path(FLAGS.run_dir) / "config.json"
     if not file.exists():
-        raise ValueError(f"--resume: {FLAGS.run_dir} holds no run (no config.json); leave out --resume to start one there")
+        raise ValueError(
+            f"--resume: {FLAGS.run_dir} holds no run (no config.json); to start one leave out --resume"
+        )
     saved = json.loads(file.read_text(encoding="utf-8"))
     preset = FLAGS.preset if FLAGS["preset"].present else saved["preset"]
     kept = {name: saved[name] for name in settings.PAPER if name in saved}
@@ -127,7 +131,9 @@ def run(chosen: dict[str, Any]) -> int:
     prepare.use_compilation_cache()
     began = time.monotonic()
     folder = FLAGS.run_dir or f"outputs/{chosen['preset']}-{time.strftime('%Y%m%d-%H%M%S')}"
-    command = " ".join(["python", "-m", "experiments.align", *(a for a in sys.argv[1:] if not a.startswith("--resume"))])
+    command = " ".join(
+        ["python", "-m", "experiments.align", *(a for a in sys.argv[1:] if not a.startswith("--resume"))]
+    )
     config = {**chosen, "command": command}
     prepare.check_instruction_files(chosen)
     run_folder = runs.open_(folder, config) if FLAGS.resume else runs.create(folder, config)
@@ -137,7 +143,12 @@ def run(chosen: dict[str, Any]) -> int:
             ready = prepare.ready(chosen, run_folder, progress)
             prepare.check_judges(chosen, run_folder, ready, progress)
             state = align.init(
-                jax.random.key(chosen["seed"]), ready.config, ready.pool, ready.task, chosen["num_instructions"], ready.stacks
+                jax.random.key(chosen["seed"]),
+                ready.config,
+                ready.pool,
+                ready.task,
+                chosen["num_instructions"],
+                ready.stacks,
             )
             restored = runs.resume(run_folder, state)
             if restored is None:
@@ -148,10 +159,11 @@ def run(chosen: dict[str, Any]) -> int:
                 state = restored.state
             best = prepare.best_validation(run_folder)
             progress("iteration", state.iteration, ready.config.iterations, "it")
-            for state, record in align.align(ready.config, ready.pool, ready.task, state, progress):
+            for after, record in align.align(ready.config, ready.pool, ready.task, state, progress):
                 value = record.metrics["validation_mean"]
                 improved = value is None or value > best
                 best = value if improved and value is not None else best
+                state = after
                 runs.commit(run_folder, state.iteration, state, record.duels, record.metrics, best=improved)
                 progress("iteration", state.iteration, ready.config.iterations, "it")
                 progress.write(prepare.one_line(record))

@@ -105,7 +105,10 @@ def describe(chosen: Mapping[str, Any]) -> str:
     m, d, t = len(agents), chosen["duels"], chosen["iterations"]
     judges = max(m - 2, 1) if chosen["judge"] in settings_lib.PEERS else 1
     lines += ["", f"Calls an iteration (m = {m}, D = {d}), {t} iterations"]
-    lines.append(f"  {2 * d:,} generations (2·D), {2 * d * judges:,} judgements ({chosen['judge']}); the paper's D·m: {d * m:,}")
+    lines.append(
+        f"  {2 * d:,} generations (2·D), {2 * d * judges:,} judgements ({chosen['judge']}); "
+        f"the paper's D·m: {d * m:,}"
+    )
 
     split, _ = prepare.instructions({**chosen, "judge_check": 0})
     questions = sum(map(prepare.checkable, split.validation))
@@ -129,8 +132,8 @@ def describe(chosen: Mapping[str, Any]) -> str:
         hours["training"] += trained * (chosen["epochs"] / rates.training + 1 / rates.scoring)
         hours["validation"] += questions * counts[name] * chosen["max_new_tokens"] / rates.decoding
         lines.append(
-            f"  {name}: scores {rates.scoring:,.0f}, trains {rates.training:,.0f}, decodes {rates.decoding:,.0f} tokens/s "
-            f"({rates.rows} rows)"
+            f"  {name}: scores {rates.scoring:,.0f}, trains {rates.training:,.0f}, decodes {rates.decoding:,.0f} "
+            f"tokens/s ({rates.rows} rows)"
         )
     for phase, seconds in hours.items():
         lines.append(f"  {seconds * t / 3600:8.2f} h  {phase}")
@@ -178,7 +181,9 @@ def _step_seconds(config, shape, num_agents, dtype, rows) -> tuple[float, float,
         return _score(params, adapters, *flat, lora.grouped(shape), **common)
 
     def train():
-        return training.gradient(params, adapters, jax.random.key(2), batch, lora_config=shape, loss=_sum_loss, **common)
+        return training.gradient(
+            params, adapters, jax.random.key(2), batch, lora_config=shape, loss=_sum_loss, **common
+        )
 
     def decode(new_tokens):
         slots = jnp.zeros(rows, jnp.int32)

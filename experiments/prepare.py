@@ -40,7 +40,7 @@ def use_compilation_cache() -> None:
 
 
 def check_instruction_files(chosen: Mapping[str, Any]) -> None:
-    """Reads the instruction files once before anything is made or loaded, so that a broken line stops the run at once."""
+    """Reads the instruction files before anything is made or loaded, so that a broken line stops the run at once."""
     for name in ("instructions", "test_instructions"):
         if chosen[name]:
             data.read_jsonl(chosen[name])
@@ -120,7 +120,9 @@ def load_pool(chosen: Mapping[str, Any], progress: lm_pool.Progress) -> tuple[lm
         if spec.adapter:
             adapter = peft.load(spec.adapter, bases[spec.base].config, shape)
             slot = pool.members(spec.base).index(index)
-            stacks[spec.base] = jax.tree.map(lambda stack, own, s=slot: stack.at[s].set(own), stacks[spec.base], adapter)
+            stacks[spec.base] = jax.tree.map(
+                lambda stack, own, s=slot: stack.at[s].set(own), stacks[spec.base], adapter
+            )
     return pool, stacks
 
 
@@ -204,10 +206,11 @@ def one_line(record: align.IterationRecord) -> str:
     """An iteration in one line."""
     m = record.metrics
     mean = "–" if m["validation_mean"] is None else f"{m['validation_mean']:.1%}"
+    first, last = (m["loss"].get(name, float("nan")) for name in ("first", "last"))
     accuracy = "–" if m["pair_accuracy"] is None else f"{m['pair_accuracy']:.0%}"
     return (
         f"iteration {record.iteration}: validation {mean}, {m['pairs']} pairs ({accuracy} of the telling ones right), "
-        f"{m['ties']} ties, loss {m['loss'].get('first', float('nan')):.3f} → {m['loss'].get('last', float('nan')):.3f}, "
+        f"{m['ties']} ties, loss {first:.3f} → {last:.3f}, "
         f"{sum(m['seconds'].values()):.0f} s"
     )
 

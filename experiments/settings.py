@@ -183,7 +183,9 @@ def _refuse(settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     if "judge_api_key_env" in given and not endpoint:
         raise ValueError("--judge_api_key_env needs --judge_endpoint")
     if "on_parse_failure" in given and settings["judge"] not in ("generate", "endpoint"):
-        raise ValueError(f"--on_parse_failure has no effect on judge {settings['judge']!r}, whose scores are not parsed")
+        raise ValueError(
+            f"--on_parse_failure has no effect on judge {settings['judge']!r}: its scores are not parsed"
+        )
     if settings["leader"] == "uniform" and ("leader_gamma" in given or "leader_eta" in given):
         raise ValueError("--leader_gamma and --leader_eta have no effect on --leader=uniform")
     if settings["weighting"] == "mean" and settings["judge"] not in PEERS and "weighting" in given:
@@ -209,11 +211,13 @@ def _refuse(settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         count = len(agents(settings))
         if count == 2 and settings["judge"] in PEERS:
             raise ValueError(
-                "two models have no peer judge (a judge is never one of the two that duel): add a third model to --pool, "
+                "two models have no peer judge (a judge is never one of the two that duel): add a third to --pool, "
                 "or give an external judge (--judge=verifier or --judge_endpoint)"
             )
         if settings["test_instructions"] and not settings["instructions"]:
-            raise ValueError("--test_instructions goes with --instructions; the generated ones bring their own test set")
+            raise ValueError(
+                "--test_instructions goes with --instructions; generated ones bring their own test set"
+            )
     lora_config(settings)
 
 
@@ -243,7 +247,10 @@ def agents(settings: Mapping[str, Any]) -> tuple[AgentSpec, ...]:
             raise ValueError(f"{where} must be an object")
         unknown = sorted(set(row) - {"name", "base", "adapter", "system_prompt"})
         if unknown:
-            raise ValueError(f"{where} has unknown field(s) {', '.join(unknown)}; there is name, base, adapter, system_prompt")
+            raise ValueError(
+                f"{where} has unknown field(s) {', '.join(unknown)}; there is name, base, adapter, "
+                "system_prompt"
+            )
         for field in ("name", "base"):
             if not isinstance(row.get(field), str) or not row[field].strip():
                 raise ValueError(f"{where} needs {field!r}, a text")

@@ -95,9 +95,9 @@ def play(chosen: dict[str, Any], pool, stacks, split, progress) -> dict[str, Any
 
     validation = [align.baseline(config, pool, task, state, progress).metrics["validation_mean"]]
     tests, pairs, accuracies, gaps = [test(state.stacks)], [], [], []
-    for state, record in align.align(config, pool, task, state, progress):
+    for after, record in align.align(config, pool, task, state, progress):
         validation.append(record.metrics["validation_mean"])
-        tests.append(test(state.stacks))
+        tests.append(test(after.stacks))
         pairs.append(record.metrics["pairs"])
         accuracies.append(record.metrics["pair_accuracy"])
         gaps.append(record.metrics["realised_gap"])
@@ -118,8 +118,14 @@ def play(chosen: dict[str, Any], pool, stacks, split, progress) -> dict[str, Any
 def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Means, intervals and paired differences in points, over the seeds that each variant has."""
     names = [name for name in VARIANTS if any(row["variant"] == name for row in rows)]
-    gains = {name: {row["seed"]: 100 * (row["final"] - row["start"]) for row in rows if row["variant"] == name} for name in names}
-    best = {name: {row["seed"]: 100 * (row["best"] - row["start"]) for row in rows if row["variant"] == name} for name in names}
+    gains = {
+        name: {row["seed"]: 100 * (row["final"] - row["start"]) for row in rows if row["variant"] == name}
+        for name in names
+    }
+    best = {
+        name: {row["seed"]: 100 * (row["best"] - row["start"]) for row in rows if row["variant"] == name}
+        for name in names
+    }
     starts = {row["seed"]: 100 * row["start"] for row in rows}
     out = {"seeds": sorted(starts), "start": interval(list(starts.values())), "variants": {}, "differences": {}}
     for name in names:
@@ -144,7 +150,7 @@ def markdown(result: dict[str, Any]) -> str:
 
     start = result["start"]
     lines = [
-        f"{len(result['seeds'])} seeds; mean test accuracy of the pool before training: {start[0]:.1f} ± {start[1]:.1f} %.",
+        f"{len(result['seeds'])} seeds; mean test accuracy before training: {start[0]:.1f} ± {start[1]:.1f} %.",
         "",
         "| variant | change on test, points (95 %) | at the iteration that validation chose |",
         "|---|---|---|",
@@ -157,7 +163,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def figure(rows: list[dict[str, Any]]):
-    """Change of the mean test accuracy over iterations: mean and 95 % interval over the seeds, for the main variants."""
+    """Change of the mean test accuracy over iterations, mean and 95 % interval over seeds, for the main variants."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -20,8 +20,8 @@ from stackalign import arena
 from stackalign import leader as leaders
 from stackalign.data import Instruction
 from stackalign.judges import Item, Judge, JudgeCheck, accuracy
-from stackalign.lm import training
 from stackalign.lm import pool as lm_pool
+from stackalign.lm import training
 from stackalign.objectives import dpo
 
 
@@ -127,7 +127,7 @@ class AlignState(NamedTuple):
 
 
 class IterationRecord(NamedTuple):
-    """What an iteration leaves on paper: JSON-ready duels and metrics (`metrics["seconds"]` alone is not repeatable)."""
+    """What an iteration leaves on paper, JSON-ready; `metrics["seconds"]` alone is not repeatable."""
 
     iteration: int
     duels: list[dict]
@@ -181,7 +181,7 @@ def check(config: AlignConfig, pool: lm_pool.Pool, task: Task, num_instructions:
         bare = [instruction.id for instruction in task.instructions if not task.checkable(instruction)]
         if bare:
             raise ValueError(
-                f"judge 'verifier' needs an answer or a verifier on every instruction; {len(bare)} have none, the first "
+                f"judge 'verifier' needs an answer or a verifier on every instruction; {len(bare)} have none, first "
                 f"is {bare[0]!r}"
             )
     for agent in range(num_models):
@@ -264,7 +264,9 @@ def step(
         with clock("combat"):
             answers = _combat(config, pool, state.stacks, combat_key, first, second, prompts, progress)
         with clock("judging"):
-            judged = _judge(config, pool, task, state.stacks, judge_key, measures, first, second, prompts, answers, progress)
+            judged = _judge(
+                config, pool, task, state.stacks, judge_key, measures, first, second, prompts, answers, progress
+            )
         reputation, outcome = _play(config, task, reputation, first, second, judged)
         rounds.append(_Round(np.asarray(first), np.asarray(second), prompts, answers, judged, realised, outcome))
     duels = _merge(rounds)
@@ -285,9 +287,7 @@ def step(
     pairs = _pairs(config, duels)
     with clock("training"):
         stacks, optimizers, losses = train(config.train, pool, state, train_key, pairs, progress)
-    new_state = AlignState(
-        state.iteration + 1, next_key, state.drawn, leader, reputation, wins, stacks, optimizers
-    )
+    new_state = AlignState(state.iteration + 1, next_key, state.drawn, leader, reputation, wins, stacks, optimizers)
     with clock("validation"):
         validation = validate(config, pool, task, stacks, progress)
     rows = _duel_rows(config, pool, task, state.iteration + 1, duels)
@@ -422,9 +422,7 @@ def _judge(config, pool, task, stacks, key, measures, first, second, prompts, an
 
 @functools.partial(jax.jit, static_argnames=("peer", "weighting", "config"))
 def _jit_play(state, first, second, judged, *, peer, weighting, config):
-    return arena.play(
-        state, first, second, judged, jnp.isfinite(judged), peer=peer, weighting=weighting, config=config
-    )
+    return arena.play(state, first, second, judged, jnp.isfinite(judged), peer=peer, weighting=weighting, config=config)
 
 
 def _play(config, task, reputation, first, second, judged):
@@ -517,7 +515,9 @@ def _dpo(beta: float, nll_weight: float, label_smoothing: float) -> training.Los
     return loss
 
 
-def train(config: DpoConfig, pool: lm_pool.Pool, state: AlignState, key, pairs: Sequence[Pair], progress=lm_pool.silent):
+def train(
+    config: DpoConfig, pool: lm_pool.Pool, state: AlignState, key, pairs: Sequence[Pair], progress=lm_pool.silent
+):
     """Trains every agent on all pairs; the reference is each agent as it stood at the start of the iteration.
 
     Args:
@@ -534,6 +534,7 @@ def train(config: DpoConfig, pool: lm_pool.Pool, state: AlignState, key, pairs: 
     for index, name in enumerate(stacks if pairs else ()):
         base, members = pool.bases[name], pool.members(name)
         rows = _tokenise(pool, members, pairs, state.stacks, config, progress)
+        progress("training", done, total, "pairs")
         adapters = stacks[name]
         opt_state = training.init(optimizer, adapters) if config.restart_optimizer else optimizers[name]
         order_key, dropout_key = jax.random.split(jax.random.fold_in(key, index))
@@ -705,7 +706,9 @@ def _duel_rows(config, pool, task, iteration, duels: _Round) -> list[dict]:
     for d, instruction in enumerate(duels.prompts):
         a, b = int(duels.first[d]), int(duels.second[d])
         asked = _judges_of(task, len(pool.agents), a, b)
-        scores = [_number(s) if ok else None for s, ok in zip(duels.outcome.scores[d], duels.outcome.scored[d], strict=True)]
+        scores = [
+            _number(s) if ok else None for s, ok in zip(duels.outcome.scores[d], duels.outcome.scored[d], strict=True)
+        ]
         rows.append(
             {
                 "iteration": iteration,

@@ -57,7 +57,10 @@ def _examples(tokenizer, pairs: Sequence[tuple[str, str]]) -> training.Batch:
         left=True,
     )
     answers, answer_mask = pool.pad(
-        [[*tokenizer.encode(answer), tokenizer.end_of_turn] for _, answer in pairs], ANSWER_LENGTH, len(pairs), left=False
+        [[*tokenizer.encode(answer), tokenizer.end_of_turn] for _, answer in pairs],
+        ANSWER_LENGTH,
+        len(pairs),
+        left=False,
     )
     return training.Batch(prompts, prompt_mask, answers, answer_mask)
 
@@ -78,9 +81,7 @@ def _mean_nll(log_probs: jax.Array, batch: training.Batch):
 @functools.partial(jax.jit, static_argnames=("config", "vocab_size", "optimizer"))
 def _pretrain(params, opt_state, batches, *, config, vocab_size, optimizer):
     def loss(params, batch):
-        log_probs = score.completion_log_probs(
-            params, None, config, *batch[:4], vocab_size=vocab_size, train_head=True
-        )
+        log_probs = score.completion_log_probs(params, None, config, *batch[:4], vocab_size=vocab_size, train_head=True)
         return -log_probs.sum() / batch.completion_mask.sum()
 
     def one(carry, batch):

@@ -136,7 +136,9 @@ def block(layer, adapter, config: DecoderConfig, h, rotary, mask, cache=None, sl
     return h + project(layer["down"], x) + lora.delta(adapter, "down", x, rows), cache
 
 
-def apply(params, adapters, config: DecoderConfig, tokens, positions, mask, caches=None, slot=0, rows=None, remat=False):
+def apply(
+    params, adapters, config: DecoderConfig, tokens, positions, mask, caches=None, slot=0, rows=None, remat=False
+):
     """Runs all layers.
 
     Args:
@@ -185,7 +187,7 @@ def logits(params, hidden: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def causal_mask(valid: jax.Array) -> jax.Array:
-    """`[rows, length, length]`: each token attends to the valid tokens up to itself; `valid` is bool `[rows, length]`."""
+    """`[rows, length, length]`: each token attends to valid tokens up to itself; `valid` is bool `[rows, length]`."""
     length = valid.shape[1]
     return jnp.tril(jnp.ones((length, length), bool))[None] & valid[:, None, :]
 

@@ -57,7 +57,7 @@ class Agent(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A generated answer: its text, its token ids (end-of-turn id included when `finished`), whether it ended itself."""
+    """A generated answer: its text, its ids (end-of-turn id included when `finished`), whether it ended by itself."""
 
     text: str
     ids: tuple[int, ...]
@@ -174,8 +174,8 @@ def check_context(pool: Pool, agent: int, prompt: Sequence[int], new_tokens: int
     limit = pool.bases[pool.agents[agent].base].config.max_positions
     if len(prompt) + new_tokens > limit:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens and an answer of up to {new_tokens} exceed the context of {limit} tokens "
-            f"of agent {pool.agents[agent].name!r}: shorten the instruction or lower the number of new tokens"
+            f"a prompt of {len(prompt)} tokens and an answer of up to {new_tokens} exceed the context of {limit} "
+            f"tokens of agent {pool.agents[agent].name!r}: shorten the instruction or lower the number of new tokens"
         )
 
 
@@ -203,11 +203,14 @@ def generate_answers(
     for agent, prompt in requests:
         check_context(pool, agent, prompt, sampling.max_new_tokens)
     done = 0
+    progress(phase, 0, len(requests), "answers")
     lengths = [len(prompt) for _, prompt in requests]
     for name, chosen in _batches(pool, agents, lengths, max_tokens, sampling.max_new_tokens):
         base = pool.bases[name]
         num_rows = row_bucket(len(chosen))
-        prompts, mask = pad([requests[i][1] for i in chosen], bucket(max(lengths[i] for i in chosen)), num_rows, left=True)
+        prompts, mask = pad(
+            [requests[i][1] for i in chosen], bucket(max(lengths[i] for i in chosen)), num_rows, left=True
+        )
         index = np.zeros(num_rows, np.int32)
         index[: len(chosen)] = chosen
         out = generate.generate(
@@ -235,7 +238,9 @@ def generate_answers(
     return answers
 
 
-_completion_log_probs = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size", "remat", "train_head"))
+_completion_log_probs = jax.jit(
+    score.completion_log_probs, static_argnames=("config", "vocab_size", "remat", "train_head")
+)
 
 
 def score_answers(
@@ -269,6 +274,7 @@ def score_answers(
         check_context(pool, agent, prompt, len(completion))
     width = bucket(int(counts.max(initial=1)))
     done = 0
+    progress(phase, 0, len(requests), "answers")
     for name, chosen in _batches(pool, agents, [len(r[1]) for r in requests], max_tokens, width):
         base = pool.bases[name]
         num_rows = row_bucket(len(chosen))
@@ -330,6 +336,7 @@ def next_log_probs(
     for agent, prompt in requests:
         check_context(pool, agent, prompt, 1)
     done = 0
+    progress(phase, 0, len(requests), "answers")
     for name, chosen in _batches(pool, agents, [len(p) for _, p in requests], max_tokens, 0):
         base = pool.bases[name]
         num_rows = row_bucket(len(chosen))

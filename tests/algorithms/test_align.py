@@ -85,7 +85,9 @@ def test_records_follow_the_equations(made, played):
             table = np.array(list(duel["judges"].values()))
             means = weights @ table / weights.sum()
             np.testing.assert_allclose(duel["scores"], means, rtol=1e-5)
-            reputation = arena.reputation.update(reputation, first, second, *duel["scores"], True, arena.reputation.PAPER)
+            reputation = arena.reputation.update(
+                reputation, first, second, *duel["scores"], True, arena.reputation.PAPER
+            )
             drawn.append(ids.index(duel["instruction"]))
             difficulty = np.mean([(10 - s) / 7 if s >= 3 else 0 for s in duel["scores"]])
             preference = np.exp(-((abs(np.subtract(*duel["scores"])) / 9 - gap) ** 2) / (2 * 0.15**2))
@@ -179,7 +181,10 @@ def test_self_play_of_one_model(made, split):
 def test_refusals(made, split):
     pool, _ = made
     two = dataclasses.replace(pool, agents=pool.agents[:2])
-    peers, verifier = make_task(judges.peer.likelihood(), split), make_task(judges.external.verifier(data.verify), split)
+    peers, verifier = (
+        make_task(judges.peer.likelihood(), split),
+        make_task(judges.external.verifier(data.verify), split),
+    )
     with pytest.raises(ValueError, match="no peer judge"):
         align.check(CONFIG, two, peers, 5)
     align.check(CONFIG, two, verifier, 5)

@@ -30,7 +30,12 @@ def test_presets_resolve_and_paper_numbers_stand():
         settings.align_config(chosen)
     paper = settings.align_config(settings.resolve("paper_dpo", {"pool": "a/x,b/y,c/z"}))
     assert (paper.iterations, paper.duels, paper.sampling) == (8, 64, (256, 0.7, 0.9))
-    assert (paper.train.learning_rate, paper.train.beta, paper.train.batch_size, paper.train.epochs) == (1e-6, 0.1, 16, 1)
+    assert (paper.train.learning_rate, paper.train.beta, paper.train.batch_size, paper.train.epochs) == (
+        1e-6,
+        0.1,
+        16,
+        1,
+    )
     shape = settings.lora_config(settings.resolve("paper_dpo", {"pool": "a/x,b/y,c/z"}))
     assert (shape.rank, shape.alpha, shape.dropout, shape.targets) == (64, 16.0, 0.1, ("q", "k", "v", "o"))
 
@@ -184,15 +189,26 @@ def test_own_pool_own_instructions_and_trained_adapters_come_back(tiny_model, tm
     rows = [{"id": f"q{i}", "prompt": f"Say the number {i}.", "answer": str(i)} for i in range(10)]
     instructions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pool = tmp_path / "pool.json"
-    agents = [{"name": f"agent_{i}", "base": str(tiny_model), "system_prompt": f"You are number {i}."} for i in range(3)]
+    agents = [
+        {"name": f"agent_{i}", "base": str(tiny_model), "system_prompt": f"You are number {i}."} for i in range(3)
+    ]
     pool.write_text(json.dumps(agents))
-    small = ["--iterations=1", "--duels=4", "--num_instructions=4", "--max_new_tokens=4", "--judge_check=0", "--lora_rank=2"]
+    small = [
+        "--iterations=1",
+        "--duels=4",
+        "--num_instructions=4",
+        "--max_new_tokens=4",
+        "--judge_check=0",
+        "--lora_rank=2",
+    ]
     first = cli(f"--pool={pool}", f"--instructions={instructions}", f"--run_dir={tmp_path / 'one'}", *small)
     assert first.returncode == 0, first.stderr
     for name in ("config.json", "duels.jsonl", "metrics.jsonl", "report/summary.json", "report/report.md"):
         assert (tmp_path / "one" / name).exists()
     trained = tmp_path / "one" / "agents" / "final" / "agent_0"
-    assert any(np.abs(t).max() > 0 for n, t in load_file(trained / "adapter_model.safetensors").items() if "lora_B" in n)
+    assert any(
+        np.abs(t).max() > 0 for n, t in load_file(trained / "adapter_model.safetensors").items() if "lora_B" in n
+    )
     # A trained adapter is an agent of the next pool; a judge that generates fails to parse and is counted.
     agents[0]["adapter"] = str(trained)
     pool.write_text(json.dumps(agents))
@@ -232,7 +248,9 @@ def test_damaged_checkpoints_are_refused_by_name(tiny_model, tmp_path):
     (short / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     cases[short] = "model.safetensors"
     for folder, words in cases.items():
-        result = cli(f"--pool={folder},{folder},{folder}", f"--run_dir={tmp_path / 'run'}" + folder.name, "--judge_check=0")
+        result = cli(
+            f"--pool={folder},{folder},{folder}", f"--run_dir={tmp_path / 'run'}" + folder.name, "--judge_check=0"
+        )
         assert result.returncode == 1 and words in result.stderr and "Traceback" not in result.stderr, result.stderr
 
 

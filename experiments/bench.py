@@ -1,0 +1,69 @@
+"""Benchmarks: our speed beside a reference's, measured in the same run.
+
+    python -m experiments.bench --suite=lm                       # about 5 minutes on two CPU cores
+    python -m experiments.bench --suite=lm --only='decode_(1|4)$' --repeats=5
+
+Prints one JSON object a line. The first, "machine", says where it ran; every other is a row:
+
+    {"name": "decode_16", "ours": 250.1, "reference": 110.2, "ratio": 2.27, "unit": "tok/s",
+     "reference_is": "transformers generate, torch CPU float32", ...}
+
+Both sides take turns, `ours` and `reference` are medians, and a `ratio` above 1 is better for us; `best` has the fastest
+run of each. A row without a reference has null there, and so have all rows where the reference's packages (the test
+extra) are not installed. Progress goes to standard error.
+
+Suite lm: `decode_ROWS` is sampling at temperature 0.7 and top-p 0.9 (`_greedy`: the most probable token) with SmolLM2-135M,
+prompts of 64 tokens and 64 new ones, against `transformers`; `train_dpo_lora` a DPO step on a LoRA of rank 16 against
+PEFT; `judge_over_combat` the time that four agents take to judge a round of duels, as a share of generating it.
+"""
+
+import json
+import os
+import platform
+import re
+import sys
+import time
+
+import jax
+from absl import app, flags
+
+from experiments.benches import lm
+
+SUITES = {"lm": lm}
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_enum("suite", "lm", list(SUITES), "Which benchmarks to run.")
+flags.DEFINE_integer("repeats", 3, "Counted runs of each side, after one that is not counted.", lower_bound=1)
+flags.DEFINE_string("only", "", "Regular expression: run only rows whose name it matches somewhere.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    suite, start = SUITES[FLAGS.suite], time.perf_counter()
+    try:
+        pattern = re.compile(FLAGS.only)
+    except re.error as error:
+        raise app.UsageError(f"--only={FLAGS.only!r} is not a regular expression: {error}") from error
+    if not any(map(pattern.search, suite.NAMES)):
+        raise app.UsageError(f"--only={FLAGS.only!r} matches none of {', '.join(suite.NAMES)}")
+
+    def note(text: str) -> None:
+        print(f"[{time.perf_counter() - start:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def show(row: dict) -> None:
+        print(json.dumps(row), flush=True)
+
+    show(
+        {"name": "machine", "suite": FLAGS.suite, "cores": len(os.sched_getaffinity(0)), "machine": platform.machine(),
+         "backend": jax.default_backend(), "devices": jax.device_count(), "python": platform.python_version(),
+         "jax": jax.__version__, **suite.versions(), "repeats": FLAGS.repeats}
+    )  # fmt: skip
+    for row in suite.rows(FLAGS.repeats, lambda name: bool(pattern.search(name)), note):
+        show(row)
+    note("done")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,172 @@
+"""The language-model core: decoding and training against transformers and PEFT, judging against generating.
+
+Everything runs SmolLM2-135M-Instruct in float32 with the same weights on both sides. Nothing stops early in the
+decoding rows: prompts of 64 tokens, 64 new ones.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benches import timing, torch_reference
+from stackalign import data, lm
+from stackalign.judges import Item, peer
+from stackalign.lm import generate, lora, score, tokenizer, training, weights
+from stackalign.lm import pool as lm_pool
+from stackalign.lm.weights import fetch
+from stackalign.objectives import dpo
+
+PROMPT, NEW = 64, 64
+TEMPERATURE, TOP_P = 0.7, 0.9
+PAIRS, COMPLETION, RANK, BETA, LEARNING_RATE = 4, 32, 16, 0.1, 1e-4
+JUDGES, DUELS = 4, 8
+
+NAMES = ("decode_1", "decode_4", "decode_16", "decode_16_greedy", "train_dpo_lora", "judge_over_combat")
+
+_SCORE = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size"))
+
+
+def rows(repeats: int, wanted: Callable[[str], bool], note: Callable[[str], None]) -> Iterator[dict]:
+    """Yields the rows whose name is wanted, in the order of `NAMES`."""
+    note("loading SmolLM2-135M-Instruct")
+    path = fetch.smollm2()
+    config, params = weights.load(path)
+    reference = None
+    if absent := torch_reference.missing():
+        note(f"no reference: {', '.join(absent)} not installed; {torch_reference.INSTALL}")
+    else:
+        reference = torch_reference.model(config, params)
+    base = lm.Base(config, jax.tree.map(jnp.asarray, params), tokenizer.load(path))
+    for name in filter(wanted, NAMES):
+        note(f"{name}: {repeats} runs a side after a warm-up")
+        if name.startswith("decode_"):
+            yield decode(name, base, reference, repeats)
+        elif name == "train_dpo_lora":
+            yield train_dpo_lora(name, base, reference, repeats)
+        else:
+            yield judge_over_combat(name, base, repeats)
+
+
+def decode(name: str, base: lm.Base, reference, repeats: int) -> dict:
+    """Tokens a second of `decode_ROWS` and `decode_ROWS_greedy`, prefill included."""
+    num_rows, greedy = int(name.split("_")[1]), name.endswith("greedy")
+    prompts = np.random.default_rng(num_rows).integers(0, base.tokenizer.vocab_size, (num_rows, PROMPT), dtype=np.int32)
+
+    def ours():
+        keys = jax.random.split(jax.random.key(0), num_rows)
+        out = generate.generate(
+            base.params, None, base.config, keys, prompts, np.ones(prompts.shape, bool), max_new_tokens=NEW,
+            temperature=TEMPERATURE, top_p=TOP_P, greedy=greedy, eos_ids=(), vocab_size=base.tokenizer.vocab_size,
+        )  # fmt: skip
+        return np.asarray(out.tokens)
+
+    contestants = {"ours": ours}
+    if reference is not None:
+        contestants["reference"] = lambda: torch_reference.generate(
+            reference, prompts, NEW, temperature=0.0 if greedy else TEMPERATURE, top_p=TOP_P
+        )
+    seconds = timing.alternate(contestants, repeats)
+    return timing.throughput_row(name, num_rows * NEW, "tok/s", seconds, "transformers generate, torch CPU float32")
+
+
+def _dpo_loss(log_probs, batch):
+    sums = dpo.sequence_log_probs(log_probs[0], batch.completion_mask[0])
+    loss = dpo.dpo_loss(*jnp.split(sums, 2), *jnp.split(batch.extra, 2), beta=BETA).loss
+    return loss, loss
+
+
+def train_dpo_lora(name: str, base: lm.Base, reference, repeats: int) -> dict:
+    """Tokens a second of a DPO step on a LoRA: reference log-probabilities, forward, backward, optimizer."""
+    length = PROMPT + COMPLETION
+    tokens = np.random.default_rng(0).integers(0, base.tokenizer.vocab_size, (2 * PAIRS, length), dtype=np.int32)
+    prompts, completions = tokens[:, :PROMPT], tokens[:, PROMPT:]
+    prompt_mask, completion_mask = np.ones(prompts.shape, bool), np.ones(completions.shape, bool)
+    shape = lora.LoraConfig(rank=RANK, alpha=RANK, dropout=0.0)
+    adapters = lora.init(jax.random.key(0), base.config, shape, 1)
+    optimizer = training.adamw()
+    state = {"adapters": adapters, "moments": training.init(optimizer, adapters)}
+    agents = lora.rows(shape, 1, jnp.zeros(2 * PAIRS, jnp.int32))
+
+    def ours():
+        flat = (prompts, prompt_mask, completions, completion_mask)
+        before = _SCORE(
+            base.params, adapters, base.config, *flat, agents, vocab_size=base.tokenizer.vocab_size
+        ).sum(axis=1)
+        grads, loss = training.gradient(
+            base.params, state["adapters"], jax.random.key(0), training.Batch(*(x[None] for x in flat), before),
+            config=base.config, lora_config=shape, loss=_dpo_loss, vocab_size=base.tokenizer.vocab_size,
+        )  # fmt: skip
+        state["adapters"], state["moments"] = training.apply(
+            state["adapters"], state["moments"], grads, LEARNING_RATE, optimizer=optimizer
+        )
+        return jax.block_until_ready((state, loss))
+
+    contestants = {"ours": ours}
+    if reference is not None:
+        step = torch_reference.dpo_trainer(
+            reference, rank=RANK, alpha=RANK, targets=lora.ATTENTION, beta=BETA, learning_rate=LEARNING_RATE
+        )
+        contestants["reference"] = lambda: step(tokens, PROMPT)
+    seconds = timing.alternate(contestants, repeats)
+    row = timing.throughput_row(name, tokens.size, "tok/s", seconds, "PEFT LoRA, torch CPU float32")
+    return row | {"pairs": PAIRS, "rank": RANK}
+
+
+def judge_over_combat(name: str, base: lm.Base, repeats: int) -> dict:
+    """Seconds of judging all answers of a round of duels over seconds of generating them; `bound` is m − 2."""
+    agents = tuple(lm.Agent(f"agent_{index}", "base") for index in range(JUDGES))
+    pool = lm.Pool({"base": base}, agents, lm.LoraConfig(rank=RANK, alpha=RANK))
+    stacks = lm_pool.init_adapters(jax.random.key(0), pool)
+    judge, sampling = peer.likelihood(), lm.Sampling(NEW, TEMPERATURE, TOP_P)
+    duels = [
+        (index % JUDGES, (index + 1) % JUDGES, instruction) for index, instruction in enumerate(data.generate(0, DUELS))
+    ]
+    requests = [(agent, lm_pool.encode_prompt(pool, agent, duel[2].prompt)) for duel in duels for agent in duel[:2]]
+    items = []
+
+    def combat():
+        answers = lm_pool.generate_answers(
+            pool, stacks, jax.random.split(jax.random.key(1), len(requests)), requests, sampling
+        )
+        items[:] = [
+            Item(k, instruction, answer)
+            for d, (a, b, instruction) in enumerate(duels)
+            for answer in answers[2 * d : 2 * d + 2]
+            for k in range(JUDGES)
+            if k not in (a, b)
+        ]
+
+    def judging():
+        return judge.measure(jax.random.key(2), pool, stacks, items, lm_pool.silent)
+
+    seconds = {key: statistics.median(runs) for key, runs in
+               timing.alternate({"combat": combat, "judging": judging}, repeats).items()}
+    return {
+        "name": name,
+        "ours": round(seconds["judging"] / seconds["combat"], 3),
+        "reference": None,
+        "ratio": None,
+        "unit": "seconds judging / seconds generating",
+        "reference_is": None,
+        "bound": JUDGES - 2,
+        "answers": len(requests),
+        "judgements": len(items),
+        "seconds": {key: round(value, 3) for key, value in seconds.items()},
+    }
+
+
+def versions() -> dict[str, str | int | None]:
+    """Versions of the reference's packages, and its threads, None where not installed."""
+    if torch_reference.missing():
+        return {}
+    import peft
+    import torch
+    import transformers
+
+    return {
+        "torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__,
+        "torch_threads": torch.get_num_threads(),
+    }  # fmt: skip
