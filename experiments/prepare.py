@@ -19,7 +19,7 @@ from stackalign.lm import lora
 from stackalign.lm import pool as lm_pool
 from stackalign.lm.weights import fetch, layout, peft
 
-GENERATED, GENERATED_TEST = 120, 24  # instructions of a run that brings none
+GENERATED, GENERATED_TEST = 100, 20  # instructions of a run that brings none
 
 
 class Ready(NamedTuple):

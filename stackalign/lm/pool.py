@@ -15,7 +15,7 @@ import numpy as np
 from stackalign.lm import decoder, generate, lora, score
 from stackalign.lm.config import DecoderConfig
 
-LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+LENGTHS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 Progress = Callable[[str, int, int, str], None]
 """Called with (phase, done, total, unit) as work proceeds."""
