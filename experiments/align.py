@@ -85,6 +85,9 @@ flags.DEFINE_enum("dtype", None, settings.CHOICES["dtype"], "Of the frozen bases
 flags.DEFINE_integer("pretrain_steps", None, "Toy: steps of the shared base.")
 flags.DEFINE_integer("specialise_steps", None, "Toy: steps of each agent's specialisation.")
 
+for _name in settings.PAPER:
+    FLAGS[_name].help += settings.defaults(_name)
+
 
 def read_settings() -> dict[str, Any]:
     """Settings of this run; with --resume those of the folder, which given flags may not contradict."""

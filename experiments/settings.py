@@ -131,6 +131,15 @@ class AgentSpec:
     system_prompt: str | None = None
 
 
+def defaults(name: str) -> str:
+    """A setting's value in every preset, for the help."""
+    values = {preset: values[name] for preset, values in PRESETS.items()}
+    shown = {preset: repr(value) if value == "" else str(value) for preset, value in values.items()}
+    if len(set(shown.values())) == 1:
+        return "" if values["smollm2"] == "" else f" [{next(iter(shown.values()))}]"
+    return " [" + ", ".join(f"{preset} {value}" for preset, value in shown.items()) + "]"
+
+
 def resolve(preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The preset's settings with the flags that were given on top.
 
