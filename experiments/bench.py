@@ -8,13 +8,15 @@ Prints one JSON object a line. The first, "machine", says where it ran; every ot
     {"name": "decode_16", "ours": 250.1, "reference": 110.2, "ratio": 2.27, "unit": "tok/s",
      "reference_is": "transformers generate, torch CPU float32", ...}
 
-Both sides take turns, `ours` and `reference` are medians, and a `ratio` above 1 is better for us; `best` has the fastest
-run of each. A row without a reference has null there, and so have all rows where the reference's packages (the test
-extra) are not installed. Progress goes to standard error.
+Both sides take turns, `ours` and `reference` are medians, and a `ratio` above 1 is better for us; `best` has the
+fastest run of each. A row without a reference has null there, and so have all rows where the reference's packages (the
+test extra) are not installed. Progress goes to standard error. Other work on the machine slows the sides unequally:
+PyTorch's threads wait for each other, so a busy core costs the reference more.
 
-Suite lm: `decode_ROWS` is sampling at temperature 0.7 and top-p 0.9 (`_greedy`: the most probable token) with SmolLM2-135M,
-prompts of 64 tokens and 64 new ones, against `transformers`; `train_dpo_lora` a DPO step on a LoRA of rank 16 against
-PEFT; `judge_over_combat` the time that four agents take to judge a round of duels, as a share of generating it.
+Suite lm: `decode_ROWS` is sampling at temperature 0.7 and top-p 0.9 (`_greedy`: the most probable token) with
+SmolLM2-135M, prompts of 64 tokens and 64 new ones, against `transformers`; `train_dpo_lora` a DPO step on a LoRA of
+rank 16 against PEFT; `judge_over_combat` the seconds that four agents take to judge a round of duels, as a share of
+those that generating it took, `bound` what that may cost.
 """
 
 import json

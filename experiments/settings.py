@@ -90,7 +90,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "judge_check": 120,
         "max_new_tokens": toy.ANSWER_LENGTH,
         "learning_rate": 1e-3,
-        "nll_weight": 1.0,
         "epochs": 2,
         "lora_rank": 16,
         "lora_dropout": 0.0,

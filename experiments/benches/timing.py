@@ -25,7 +25,9 @@ def alternate(contestants: Mapping[str, Callable[[], object]], repeats: int) -> 
     return seconds
 
 
-def throughput_row(name: str, amount: float, unit: str, seconds: Mapping[str, list[float]], reference_is: str | None) -> dict:
+def throughput_row(
+    name: str, amount: float, unit: str, seconds: Mapping[str, list[float]], reference_is: str
+) -> dict:
     """A row of amounts a second from `seconds["ours"]` and, where it ran, `seconds["reference"]`: medians.
 
     `best` holds both at their fastest run, which a busy machine disturbs least.

@@ -109,6 +109,6 @@ def dpo_trainer(reference, *, rank: int, alpha: float, targets: tuple[str, ...],
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
