@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments import settings as settings_lib
 from stackalign import data, judges, lm, runs
-from stackalign.algorithms import align, toy
+from stackalign.algorithms import align, evaluation, toy
 from stackalign.data import Instruction
 from stackalign.judges import endpoint
 from stackalign.lm import lora
@@ -157,7 +157,7 @@ def check_judges(chosen: Mapping[str, Any], run: runs.Run, ready: Ready, progres
     """Measures every judge on known pairs, once a run."""
     if not ready.contrasts or run.judge_check.exists():
         return
-    found = align.check_judges(
+    found = evaluation.check_judges(
         jax.random.key(chosen["seed"] + 2), ready.pool, ready.task.judge, ready.stacks, ready.contrasts, progress
     )
     rows = {
@@ -231,7 +231,15 @@ def finish(chosen, run: runs.Run, ready: Ready, state: align.AlignState, progres
     found: dict[int, dict] = {}
     for stage, stacks in stages.items():
         if iterations[stage] not in found:
-            right = align.evaluate(ready.config, ready.pool, ready.task, stacks, questions, progress)
+            right = evaluation.evaluate(
+                ready.pool,
+                stacks,
+                questions,
+                ready.task.verify,
+                max_new_tokens=chosen["max_new_tokens"],
+                max_tokens=chosen["batch_tokens"],
+                progress=progress,
+            )
             by_agent = dict(zip(ready.pool.names, map(float, right.mean(axis=1)), strict=True))
             found[iterations[stage]] = {"mean": float(right.mean()), "by_agent": by_agent}
     rows = {stage: {"iteration": number, **found[number]} for stage, number in iterations.items()}

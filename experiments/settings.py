@@ -8,7 +8,7 @@ from typing import Any
 
 from stackalign import arena
 from stackalign import leader as leaders
-from stackalign.algorithms import align, toy
+from stackalign.algorithms import align, preferences, toy
 from stackalign.lm import lora
 from stackalign.lm import pool as lm_pool
 
@@ -192,9 +192,7 @@ def _refuse(settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     if "judge_api_key_env" in given and not endpoint:
         raise ValueError("--judge_api_key_env needs --judge_endpoint")
     if "on_parse_failure" in given and settings["judge"] not in ("generate", "endpoint"):
-        raise ValueError(
-            f"--on_parse_failure has no effect on judge {settings['judge']!r}: its scores are not parsed"
-        )
+        raise ValueError(f"--on_parse_failure has no effect on judge {settings['judge']!r}: its scores are not parsed")
     if settings["leader"] == "uniform" and ("leader_gamma" in given or "leader_eta" in given):
         raise ValueError("--leader_gamma and --leader_eta have no effect on --leader=uniform")
     if settings["weighting"] == "mean" and settings["judge"] not in PEERS and "weighting" in given:
@@ -224,9 +222,7 @@ def _refuse(settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
                 "or give an external judge (--judge=verifier or --judge_endpoint)"
             )
         if settings["test_instructions"] and not settings["instructions"]:
-            raise ValueError(
-                "--test_instructions goes with --instructions; generated ones bring their own test set"
-            )
+            raise ValueError("--test_instructions goes with --instructions; generated ones bring their own test set")
     lora_config(settings)
 
 
@@ -257,8 +253,7 @@ def agents(settings: Mapping[str, Any]) -> tuple[AgentSpec, ...]:
         unknown = sorted(set(row) - {"name", "base", "adapter", "system_prompt"})
         if unknown:
             raise ValueError(
-                f"{where} has unknown field(s) {', '.join(unknown)}; there is name, base, adapter, "
-                "system_prompt"
+                f"{where} has unknown field(s) {', '.join(unknown)}; there is name, base, adapter, system_prompt"
             )
         for field in ("name", "base"):
             if not isinstance(row.get(field), str) or not row[field].strip():
@@ -293,7 +288,7 @@ def align_config(settings: Mapping[str, Any]) -> align.AlignConfig:
     gamma, eta = settings["leader_gamma"], settings["leader_eta"]
     leader = leaders.exp3.leader(gamma=gamma, eta=eta) if settings["leader"] == "exp3" else leaders.uniform.leader()
     strategy = arena.matching.STRATEGIES[settings["strategy"]]
-    names = (field.name for field in dataclasses.fields(align.DpoConfig))
+    names = (field.name for field in dataclasses.fields(preferences.DpoConfig))
     return align.AlignConfig(
         iterations=settings["iterations"],
         duels=settings["duels"],
@@ -308,6 +303,6 @@ def align_config(settings: Mapping[str, Any]) -> align.AlignConfig:
         weighting=settings["weighting"],
         sampling=lm_pool.Sampling(settings["max_new_tokens"], settings["temperature"], settings["top_p"]),
         fresh_instructions=settings["fresh_instructions"],
-        train=align.DpoConfig(**{name: settings[name] for name in names}),
+        train=preferences.DpoConfig(**{name: settings[name] for name in names}),
         batch_tokens=settings["batch_tokens"],
     )

@@ -82,7 +82,7 @@ def play(chosen: dict[str, Any], pool, stacks, split, progress) -> dict[str, Any
     import jax
 
     from stackalign import data
-    from stackalign.algorithms import align
+    from stackalign.algorithms import align, evaluation
 
     config = settings.align_config(chosen)
     judge = prepare.make_judge(chosen, progress)
@@ -91,7 +91,11 @@ def play(chosen: dict[str, Any], pool, stacks, split, progress) -> dict[str, Any
     state = align.init(jax.random.key(chosen["seed"]), config, pool, task, chosen["num_instructions"], stacks)
 
     def test(stacks) -> float:
-        return float(align.evaluate(config, pool, task, stacks, split.test, progress).mean())
+        return float(
+            evaluation.evaluate(
+                pool, stacks, split.test, data.verify, max_new_tokens=chosen["max_new_tokens"], progress=progress
+            ).mean()
+        )
 
     validation = [align.baseline(config, pool, task, state, progress).metrics["validation_mean"]]
     tests, pairs, accuracies, gaps = [test(state.stacks)], [], [], []

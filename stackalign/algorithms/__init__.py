@@ -1,5 +1,5 @@
 """Algorithms over pools of language models, one file each."""
 
-from stackalign.algorithms import align, toy
+from stackalign.algorithms import align, evaluation, preferences, toy
 
-__all__ = ["align", "toy"]
+__all__ = ["align", "evaluation", "preferences", "toy"]

@@ -18,43 +18,10 @@ import numpy as np
 
 from stackalign import arena
 from stackalign import leader as leaders
+from stackalign.algorithms import evaluation, preferences
 from stackalign.data import Instruction
-from stackalign.judges import Item, Judge, JudgeCheck, accuracy
+from stackalign.judges import Item, Judge
 from stackalign.lm import pool as lm_pool
-from stackalign.lm import training
-from stackalign.objectives import dpo
-
-
-@dataclasses.dataclass(frozen=True)
-class DpoConfig:
-    """How the pool trains. Defaults are the paper's (Appendix C) where it gives one.
-
-    Attributes:
-      learning_rate: AdamW's peak; cosine to 0 over each iteration.
-      beta: DPO's inverse temperature.
-      nll_weight: weight of the chosen answer's length-normalised negative log-likelihood; the paper has none.
-      label_smoothing: share of flipped preferences assumed, in [0, 0.5).
-      min_chosen_score: pairs whose chosen answer scored less are not trained on; 1 keeps all.
-      batch_size: pairs of one optimizer step, for every agent.
-      epochs: passes over an iteration's pairs.
-      weight_decay, max_grad_norm: of AdamW; the norm is clipped agent by agent.
-      restart_optimizer: fresh moments every iteration; otherwise they carry over.
-      micro_tokens: padded tokens of one forward and backward pass; bounds memory.
-      remat: recompute layers in the backward pass.
-    """
-
-    learning_rate: float = 1e-6
-    beta: float = 0.1
-    nll_weight: float = 0.0
-    label_smoothing: float = 0.0
-    min_chosen_score: float = 1.0
-    batch_size: int = 16
-    epochs: int = 1
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    restart_optimizer: bool = True
-    micro_tokens: int = 4096
-    remat: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +41,7 @@ class AlignConfig:
       sampling: decoding of the duels' answers.
       validation_tokens: new tokens of a (greedy) validation answer; 0 is as many as in duels.
       fresh_instructions: draw a new set of K instructions every iteration and restart the leader.
-      train: see `DpoConfig`.
+      train: see `preferences.DpoConfig`.
       batch_tokens: padded tokens of a generation batch; a quarter of it for scoring.
     """
 
@@ -98,7 +65,7 @@ class AlignConfig:
     sampling: lm_pool.Sampling = lm_pool.Sampling()
     validation_tokens: int = 0
     fresh_instructions: bool = False
-    train: DpoConfig = DpoConfig()
+    train: preferences.DpoConfig = preferences.DpoConfig()
     batch_tokens: int = 16384
 
 
@@ -204,7 +171,6 @@ def init(key: jax.Array, config: AlignConfig, pool: lm_pool.Pool, task: Task, nu
     draw_key, adapter_key, key = jax.random.split(key, 3)
     stacks = lm_pool.init_adapters(adapter_key, pool) if stacks is None else stacks
     num_models = len(pool.agents)
-    optimizer = _optimizer(config.train)
     return AlignState(
         iteration=0,
         key=key,
@@ -213,7 +179,7 @@ def init(key: jax.Array, config: AlignConfig, pool: lm_pool.Pool, task: Task, nu
         reputation=arena.reputation.init(num_models, config.reputation),
         wins=jnp.zeros((num_models, num_models)),
         stacks=stacks,
-        optimizers={name: training.init(optimizer, stack) for name, stack in stacks.items()},
+        optimizers=preferences.init(config.train, stacks),
     )
 
 
@@ -286,7 +252,9 @@ def step(
     )
     pairs = _pairs(config, duels)
     with clock("training"):
-        stacks, optimizers, losses = train(config.train, pool, state, train_key, pairs, progress)
+        stacks, optimizers, losses = preferences.train(
+            config.train, pool, state.stacks, state.optimizers, train_key, pairs, progress
+        )
     new_state = AlignState(state.iteration + 1, next_key, state.drawn, leader, reputation, wins, stacks, optimizers)
     with clock("validation"):
         validation = validate(config, pool, task, stacks, progress)
@@ -319,14 +287,6 @@ class _Round(NamedTuple):
     judged: np.ndarray
     realised_gap: np.ndarray
     outcome: arena.Outcome
-
-
-class Pair(NamedTuple):
-    """A preference: an instruction, its better and its worse answer."""
-
-    instruction: Instruction
-    chosen: lm_pool.Answer
-    rejected: lm_pool.Answer
 
 
 class _Clock:
@@ -452,180 +412,15 @@ def _merge(rounds: Sequence[_Round]) -> _Round:
     )
 
 
-def _pairs(config, duels: _Round) -> list[Pair]:
+def _pairs(config, duels: _Round) -> list[preferences.Pair]:
     """Preference pairs in duel order; ties and duels without scores give none."""
     pairs = []
     for d in range(len(duels.prompts)):
         a, b = duels.outcome.scores[d]
         if duels.outcome.valid[d] and a != b and max(a, b) >= config.train.min_chosen_score:
             better = 0 if a > b else 1
-            pairs.append(Pair(duels.prompts[d], duels.answers[d][better], duels.answers[d][1 - better]))
+            pairs.append(preferences.Pair(duels.prompts[d], duels.answers[d][better], duels.answers[d][1 - better]))
     return pairs
-
-
-# Training.
-
-
-def _optimizer(config: DpoConfig):
-    return _cached_optimizer(config.weight_decay, config.max_grad_norm)
-
-
-@functools.cache
-def _cached_optimizer(weight_decay, max_grad_norm):
-    return training.adamw(weight_decay=weight_decay, max_grad_norm=max_grad_norm)
-
-
-class PairExtra(NamedTuple):
-    """What the DPO loss needs beside the tokens: `[agents, pairs, 2]` reference sums, `[agents, pairs]` weights."""
-
-    reference: jax.Array
-    weights: jax.Array
-
-
-@functools.cache
-def _dpo(beta: float, nll_weight: float, label_smoothing: float) -> training.Loss:
-    """DPO over rows that alternate chosen and rejected; one object a setting, so that it compiles once."""
-
-    def loss(log_probs, batch):
-        agents, rows, length = log_probs.shape
-        log_probs = log_probs.reshape(agents * rows // 2, 2, length)
-        mask = batch.completion_mask.reshape(log_probs.shape)
-        sums = dpo.sequence_log_probs(log_probs.reshape(-1, length), mask.reshape(-1, length)).reshape(-1, 2)
-        reference, weights = batch.extra.reference.reshape(-1, 2), batch.extra.weights.reshape(-1)
-        out = dpo.dpo_loss(
-            sums[:, 0],
-            sums[:, 1],
-            reference[:, 0],
-            reference[:, 1],
-            weights=weights,
-            chosen_nll=dpo.nll(log_probs[:, 0], mask[:, 0]),
-            beta=beta,
-            label_smoothing=label_smoothing,
-            nll_weight=nll_weight,
-        )
-        total = jnp.sum(weights * out.losses)
-        margins = out.chosen_rewards - out.rejected_rewards
-        metrics = {
-            "loss": total,
-            "margin": jnp.sum(weights * margins),
-            "accuracy": jnp.sum(weights * (margins > 0)),
-        }
-        return total, metrics
-
-    return loss
-
-
-def train(
-    config: DpoConfig, pool: lm_pool.Pool, state: AlignState, key, pairs: Sequence[Pair], progress=lm_pool.silent
-):
-    """Trains every agent on all pairs; the reference is each agent as it stood at the start of the iteration.
-
-    Args:
-      state: adapters and optimizer states to start from.
-      key: consumed by the order of the pairs and by dropout.
-
-    Returns:
-      `(stacks, optimizers, losses)`; losses are means over agents: of the first and last step and of all.
-    """
-    stacks, optimizers, steps = dict(state.stacks), dict(state.optimizers), []
-    optimizer = _optimizer(config)
-    total = config.epochs * len(pairs) * len(stacks)
-    done = 0
-    for index, name in enumerate(stacks if pairs else ()):
-        base, members = pool.bases[name], pool.members(name)
-        rows = _tokenise(pool, members, pairs, state.stacks, config, progress)
-        progress("training", done, total, "pairs")
-        adapters = stacks[name]
-        opt_state = training.init(optimizer, adapters) if config.restart_optimizer else optimizers[name]
-        order_key, dropout_key = jax.random.split(jax.random.fold_in(key, index))
-        batches = _epochs(order_key, len(pairs), config)
-        for number, batch in enumerate(batches):
-            grads, metrics = None, None
-            for part in _micro_batches(batch, len(members), rows.padded_length, config):
-                dropout_key, micro_key = jax.random.split(dropout_key)
-                out = training.gradient(
-                    base.params,
-                    adapters,
-                    micro_key,
-                    rows.batch(part, 1.0 / len(batch)),
-                    config=base.config,
-                    lora_config=pool.lora,
-                    loss=_dpo(config.beta, config.nll_weight, config.label_smoothing),
-                    vocab_size=base.tokenizer.vocab_size,
-                    remat=config.remat,
-                )
-                grads, metrics = out if grads is None else training.add((grads, metrics), out)
-                jax.block_until_ready(metrics)
-                done += int((part >= 0).sum())
-                progress("training", done, total, "pairs")
-            rate = training.cosine(number, len(batches), config.learning_rate)
-            adapters, opt_state = training.apply(adapters, opt_state, grads, rate, optimizer=optimizer)
-            steps.append({k: float(v) / len(members) for k, v in metrics.items()})
-        stacks[name], optimizers[name] = adapters, opt_state
-    losses = {"steps": len(steps)}
-    if steps:
-        means = {k: float(np.mean([s[k] for s in steps])) for k in ("loss", "margin", "accuracy")}
-        losses |= {"first": steps[0]["loss"], "last": steps[-1]["loss"], "mean": means.pop("loss"), **means}
-    return stacks, optimizers, losses
-
-
-class _Rows(NamedTuple):
-    """All pairs of an iteration as padded tokens for one base: arrays `[agents, pairs, 2, …]`."""
-
-    prompts: np.ndarray
-    prompt_mask: np.ndarray
-    completions: np.ndarray
-    completion_mask: np.ndarray
-    reference: np.ndarray
-
-    @property
-    def padded_length(self) -> int:
-        return self.prompts.shape[-1] + self.completions.shape[-1]
-
-    def batch(self, part: np.ndarray, weight: float) -> training.Batch:
-        """The pairs `part` (−1 pads with weight 0)."""
-        agents = self.prompts.shape[0]
-        tokens = [x[:, part].reshape(agents, 2 * len(part), -1) for x in self[:4]]
-        weights = np.broadcast_to(np.where(part >= 0, weight, 0.0), (agents, len(part))).astype(np.float32)
-        return training.Batch(*tokens, PairExtra(self.reference[:, part], weights))
-
-
-def _tokenise(pool, members, pairs, stacks, config, progress) -> _Rows:
-    requests = []
-    for agent in members:
-        for pair in pairs:
-            prompt = lm_pool.encode_prompt(pool, agent, pair.instruction.prompt)
-            for answer in (pair.chosen, pair.rejected):
-                requests.append((agent, prompt, lm_pool.encode_answer(pool, agent, answer.text, answer.finished)))
-    reference, _ = lm_pool.score_answers(
-        pool, stacks, requests, max_tokens=config.micro_tokens, progress=progress, phase="reference"
-    )
-    prompts = lm_pool.pad(
-        [r[1] for r in requests], lm_pool.bucket(max(len(r[1]) for r in requests)), len(requests), left=True
-    )
-    completions = lm_pool.pad(
-        [r[2] for r in requests], lm_pool.bucket(max(len(r[2]) for r in requests)), len(requests), left=False
-    )
-    shape = (len(members), len(pairs), 2)
-    tokens = [x.reshape(*shape, -1) for x in (*prompts, *completions)]
-    return _Rows(*tokens, reference.astype(np.float32).reshape(shape))
-
-
-def _epochs(key, num_pairs: int, config: DpoConfig) -> list[np.ndarray]:
-    """Pair numbers of every optimizer step: each epoch in its own order, the last batch of an epoch may be short."""
-    batches = []
-    for epoch_key in jax.random.split(key, config.epochs):
-        order = np.asarray(jax.random.permutation(epoch_key, num_pairs))
-        batches += [order[i : i + config.batch_size] for i in range(0, num_pairs, config.batch_size)]
-    return batches
-
-
-def _micro_batches(batch: np.ndarray, num_agents: int, length: int, config: DpoConfig) -> list[np.ndarray]:
-    """Cuts a step's pairs into equal parts of a power of two pairs, padded with −1, within `micro_tokens`."""
-    fits = max(config.micro_tokens // (2 * num_agents * length), 1)
-    size = min(1 << (fits.bit_length() - 1), lm_pool.row_bucket(config.batch_size))
-    padded = np.concatenate([batch, np.full(-len(batch) % size, -1, batch.dtype)])
-    return list(padded.reshape(-1, size))
 
 
 # Measuring.
@@ -636,61 +431,20 @@ def validate(config: AlignConfig, pool: lm_pool.Pool, task: Task, stacks, progre
     questions = [instruction for instruction in task.validation if task.checkable(instruction)]
     if not questions:
         return {"validation": dict.fromkeys(pool.names), "validation_mean": None}
-    right = evaluate(config, pool, task, stacks, questions, progress)
+    right = evaluation.evaluate(
+        pool,
+        stacks,
+        questions,
+        task.verify,
+        max_new_tokens=config.validation_tokens or config.sampling.max_new_tokens,
+        max_tokens=config.batch_tokens,
+        progress=progress,
+    )
     values = right.mean(axis=1)
     return {
         "validation": dict(zip(pool.names, map(float, values), strict=True)),
         "validation_mean": float(values.mean()),
     }
-
-
-def evaluate(config, pool, task, stacks, questions: Sequence[Instruction], progress=lm_pool.silent) -> np.ndarray:
-    """Whether each agent's greedy answer passes each question's check, bool `[m, questions]`."""
-    requests = [
-        (agent, lm_pool.encode_prompt(pool, agent, question.prompt))
-        for agent in range(len(pool.agents))
-        for question in questions
-    ]
-    answers = lm_pool.generate_answers(
-        pool,
-        stacks,
-        jax.random.split(jax.random.key(0), len(requests)),
-        requests,
-        lm_pool.Sampling(config.validation_tokens or config.sampling.max_new_tokens, 0.0, 1.0),
-        max_tokens=config.batch_tokens,
-        progress=progress,
-        phase="validation",
-    )
-    passed = [
-        task.verify(question, answer.text)
-        for question, answer in zip(list(questions) * len(pool.agents), answers, strict=True)
-    ]
-    return np.array(passed).reshape(len(pool.agents), len(questions))
-
-
-def check_judges(
-    key: jax.Array,
-    pool: lm_pool.Pool,
-    judge: Judge,
-    stacks,
-    contrasts: Sequence[tuple[Instruction, str, str]],
-    progress=lm_pool.silent,
-) -> dict[str, JudgeCheck]:
-    """How often each judge prefers the right of a right and a wrong answer to the same instruction.
-
-    Args:
-      key: consumed.
-      contrasts: (instruction, right answer, wrong answer) triples.
-    """
-    names = pool.names if judge.names is None else judge.names
-    items = [
-        Item(k, instruction, lm_pool.Answer(text, (), True))
-        for k in range(len(names))
-        for instruction, *texts in contrasts
-        for text in texts
-    ]
-    values = judge.measure(key, pool, stacks, items, progress).reshape(len(names), len(contrasts), 2)
-    return {name: accuracy(values[k, :, 0], values[k, :, 1]) for k, name in enumerate(names)}
 
 
 # Records.
@@ -751,7 +505,7 @@ def _standing(config, pool, task, state: AlignState) -> dict:
     }
 
 
-def _tally(pool, task, rows: list[dict], pairs: Sequence[Pair], duels: _Round, rewards) -> dict:
+def _tally(pool, task, rows: list[dict], pairs: Sequence[preferences.Pair], duels: _Round, rewards) -> dict:
     """Counts over the iteration's duels."""
     valid = duels.outcome.valid
     ties = int(sum(valid & (duels.outcome.scores[:, 0] == duels.outcome.scores[:, 1])))

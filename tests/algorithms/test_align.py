@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stackalign import arena, data, judges
-from stackalign.algorithms import align, toy
+from stackalign.algorithms import align, evaluation, preferences, toy
 from stackalign.data import Instruction
 from stackalign.lm import lora, training
 from stackalign.lm import pool as lm_pool
@@ -18,7 +18,7 @@ CONFIG = align.AlignConfig(
     iterations=2,
     duels=10,
     sampling=lm_pool.Sampling(toy.ANSWER_LENGTH, 1.0, 0.95),
-    train=align.DpoConfig(learning_rate=1e-2, batch_size=4, epochs=1),
+    train=preferences.DpoConfig(learning_rate=1e-2, batch_size=4, epochs=1),
 )
 
 
@@ -207,12 +207,12 @@ def test_micro_batches_change_nothing(made, split):
     pairs = []
     for instruction in split.instructions[:6]:
         texts = ["".join(rng.choice(list("abc"), size=n)) for n in (3, 5)]
-        pairs.append(align.Pair(instruction, *(lm_pool.Answer(text, (), True) for text in texts)))
+        pairs.append(preferences.Pair(instruction, *(lm_pool.Answer(text, (), True) for text in texts)))
     state = align.init(jax.random.key(1), CONFIG, pool, make_task(judges.external.random(), split), 5, stacks)
     out = []
     for micro in (10**6, 4 * 2 * 24):
-        config = align.DpoConfig(learning_rate=1e-2, batch_size=4, micro_tokens=micro, nll_weight=0.5)
-        out.append(align.train(config, pool, state, jax.random.key(2), pairs))
+        config = preferences.DpoConfig(learning_rate=1e-2, batch_size=4, micro_tokens=micro, nll_weight=0.5)
+        out.append(preferences.train(config, pool, state.stacks, state.optimizers, jax.random.key(2), pairs))
     for one, other in zip(*(jax.tree.leaves(x[0]) for x in out), strict=True):
         np.testing.assert_allclose(one, other, atol=3e-5)
     assert out[0][2]["steps"] == out[1][2]["steps"] == 2
@@ -225,8 +225,8 @@ def test_loss_matches_the_formula_and_padded_pairs_weigh_nothing():
     mask = jnp.asarray(rng.random((2, 6, 4)) < 0.8).at[..., 0].set(True)
     reference = jnp.asarray(-rng.random((2, 3, 2)), jnp.float32)
     weights = jnp.asarray([[0.5, 0.5, 0.0]] * 2)
-    batch = training.Batch(mask, mask, mask, mask, align.PairExtra(reference, weights))
-    total, metrics = align._dpo(0.1, 0.7, 0.0)(jnp.where(mask, log_probs, 0), batch)
+    batch = training.Batch(mask, mask, mask, mask, preferences.PairExtra(reference, weights))
+    total, metrics = preferences.dpo_of_rows(0.1, 0.7, 0.0)(jnp.where(mask, log_probs, 0), batch)
     sums = np.where(mask, log_probs, 0).sum(-1).reshape(2, 3, 2)
     margin = 0.1 * ((sums - reference)[..., 0] - (sums - reference)[..., 1])
     nll = -sums[..., 0] / np.asarray(mask).reshape(2, 3, 2, 4)[:, :, 0].sum(-1)
@@ -238,9 +238,9 @@ def test_loss_matches_the_formula_and_padded_pairs_weigh_nothing():
 def test_judge_check_counts(made, split):
     pool, stacks = made
     triples = toy.contrasts(0, split.validation)
-    found = align.check_judges(jax.random.key(0), pool, judges.external.verifier(data.verify), stacks, triples)
+    found = evaluation.check_judges(jax.random.key(0), pool, judges.external.verifier(data.verify), stacks, triples)
     assert found["verifier"].accuracy == 1 and not found["verifier"].at_chance
-    random = align.check_judges(jax.random.key(0), pool, judges.external.random(), stacks, triples)["random"]
+    random = evaluation.check_judges(jax.random.key(0), pool, judges.external.random(), stacks, triples)["random"]
     assert random.at_chance
-    peers = align.check_judges(jax.random.key(0), pool, judges.peer.likelihood(), stacks, triples)
+    peers = evaluation.check_judges(jax.random.key(0), pool, judges.peer.likelihood(), stacks, triples)
     assert set(peers) == set(pool.names)
