@@ -43,7 +43,7 @@ EXTRAS_REQUIRE = {
         "peft>=0.21,<0.22",
         "pytest>=8.4",
         "ruff>=0.17,<0.18",
-        # Only the parity tests use it. An exact version lets pip take a CPU build that lies at hand.
+        # Only the parity tests use it.
         "torch==2.13.0; python_version < '3.12'",
         "torch>=2.11,<3; python_version >= '3.12'",
     ],

@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
             print(plan.describe(chosen))
             return 0
         return run(chosen)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         if os.environ.get("STACKALIGN_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)

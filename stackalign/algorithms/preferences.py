@@ -126,6 +126,9 @@ def train(
       key: consumed by the order of the pairs and by dropout.
       pairs: preferences; none leave everything as it was.
 
+    Raises:
+      FloatingPointError: the loss of a step is not finite.
+
     Returns:
       `(stacks, optimizers, losses)`; losses are means over agents: of the first and last step and of all steps.
     """
@@ -161,6 +164,11 @@ def train(
                 jax.block_until_ready(metrics)
                 done += int((part >= 0).sum())
                 progress("training", done, total, "pairs")
+            if not np.isfinite(float(metrics["loss"])):
+                raise FloatingPointError(
+                    f"training of base {name!r} diverged at step {number + 1} of {len(batches)}: the loss is not finite; "
+                    "lower --learning_rate (what was finished before this iteration is kept)"
+                )
             rate = training.cosine(number, len(batches), config.learning_rate)
             adapters, opt_state = training.apply(adapters, opt_state, grads, rate, optimizer=optimizer)
             steps.append({k: float(v) / len(members) for k, v in metrics.items()})

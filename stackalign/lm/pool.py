@@ -198,6 +198,8 @@ def generate_answers(
       sampling: see `Sampling`.
       max_tokens: padded tokens a batch, prompt and answer; bounds memory.
     """
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.max_new_tokens < 1:
+        raise ValueError(f"{sampling}: temperature must be ≥ 0, top_p in (0, 1] and max_new_tokens ≥ 1")
     answers: list[Answer | None] = [None] * len(requests)
     agents = [agent for agent, _ in requests]
     for agent, prompt in requests:

@@ -118,9 +118,8 @@ def completion_log_probs(
     prompt_length, length = prompts.shape[1], completions.shape[1]
     tokens = jnp.concatenate([prompts, completions], axis=1)
     valid = jnp.concatenate([prompt_mask, completion_mask], axis=1)
-    hidden, _ = decoder.apply(
-        params, adapters, config, tokens, decoder.positions_of(valid), decoder.causal_mask(valid), rows=rows, remat=remat
-    )
+    positions, mask = decoder.positions_of(valid), decoder.causal_mask(valid)
+    hidden, _ = decoder.apply(params, adapters, config, tokens, positions, mask, rows=rows, remat=remat)
     hidden = hidden[:, :, prompt_length - 1 : prompt_length + length - 1]
     values = token_log_probs(
         decoder.unembedding(params),

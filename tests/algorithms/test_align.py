@@ -219,6 +219,15 @@ def test_micro_batches_change_nothing(made, split):
     assert out[0][2]["first"] == pytest.approx(out[1][2]["first"], abs=1e-5)
 
 
+def test_divergence_is_an_error_that_names_the_rate(made, split):
+    pool, stacks = made
+    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, stacks)
+    pair = preferences.Pair(split.instructions[0], lm_pool.Answer("a", (), True), lm_pool.Answer("b", (), True))
+    config = preferences.DpoConfig()
+    with pytest.raises(FloatingPointError, match="--learning_rate"):
+        preferences.train(config, pool, broken, preferences.init(config, broken), jax.random.key(0), [pair])
+
+
 def test_loss_matches_the_formula_and_padded_pairs_weigh_nothing():
     rng = np.random.default_rng(0)
     log_probs = jnp.asarray(-rng.random((2, 6, 4)), jnp.float32)  # two agents, three pairs, the last one padding

@@ -196,10 +196,22 @@ def test_cached_pieces_equal_one_pass(params, pieces):
 
 def test_cache_keeps_its_dtype(params):
     caches = decoder.init_caches(CONFIG, 1, 4, jnp.bfloat16)
-    assert caches[1].values.shape == (2, 10, 1, 4)
+    assert caches[1].values.shape == (2, 1, 4, 10)
     mask = np.pad(decoder.causal_mask(np.ones((1, 2), bool)), ((0, 0), (0, 0), (0, 2)))
     _, caches = APPLY(params, None, CONFIG, draw(0, 1, 2), jnp.array([[0, 1]]), mask, caches, 0)
     assert caches[0].keys.dtype == jnp.bfloat16
+
+
+def test_grown_caches_go_on_where_they_were(params):
+    tokens = draw(4, 2, 6)
+    valid = np.ones((2, 6), bool)
+    expected, positions = forward(params, tokens), np.asarray(decoder.positions_of(valid))
+    mask = np.asarray(decoder.causal_mask(valid))
+    caches = decoder.init_caches(CONFIG, 2, 4)
+    _, caches = APPLY(params, None, CONFIG, tokens[:, :4], positions[:, :4], mask[:, :4, :4], caches, 0)
+    caches = decoder.grow_caches(caches, 2)
+    found, _ = APPLY(params, None, CONFIG, tokens[:, 4:], positions[:, 4:], mask[:, 4:], caches, 4)
+    np.testing.assert_allclose(found, expected[:, :, 4:], atol=1e-5)
 
 
 # --- vocabulary, dtypes, parameters ---
@@ -240,15 +252,6 @@ def test_bfloat16_stays_near_float32(params):
 def test_norm_is_computed_in_float32():
     x = jnp.full((24, 1, 1), 200.0, jnp.float16)  # the squares overflow float16
     np.testing.assert_allclose(decoder.rms_norm(x, jnp.ones(24), 1e-5), np.ones((24, 1, 1)), rtol=1e-3)
-
-
-def test_numpy_parameters_are_accepted(params):
-    tokens = draw(0, 1, 5)
-    held = jax.tree.map(np.asarray, params)
-    found, _ = decoder.apply(
-        held, None, CONFIG, tokens, np.arange(5)[None], decoder.causal_mask(np.ones((1, 5), bool))
-    )
-    np.testing.assert_allclose(found, forward(params, tokens), atol=1e-5)
 
 
 def test_remat_changes_neither_values_nor_gradients(params):

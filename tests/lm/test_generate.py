@@ -15,13 +15,16 @@ from stackalign.lm import decoder, generate, lora, score
 from stackalign.lm.config import DecoderConfig
 
 CONFIG = DecoderConfig(
-    vocab_size=48, hidden_size=20, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6,
+    vocab_size=48, hidden_size=20, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=6,
     norm_eps=1e-5, rope_theta=1e4, rope_scaling=None, tie_embeddings=False, max_positions=64,
 )  # fmt: skip
 VOCAB = 41
 PROMPTS = ([5, 2, 9], [1], [3, 3, 8, 40, 12], [6, 7])
 NUCLEUS = jax.jit(generate.nucleus_mask)
 DRAW = jax.jit(generate.categorical)
+NUCLEUS_DRAW = jax.jit(generate.nucleus_draw)
+SAMPLE = jax.jit(generate.sample, static_argnums=(3, 4))
+ARGMAX = jax.jit(generate.argmax)
 SCORE = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size"))
 
 
@@ -161,7 +164,7 @@ def test_draw_never_gives_weight_zero(seed, holes, vocab):
 def test_draws_pass_a_chi_square_test():
     logits = jnp.array([2.0, 1.0, 0.0, -1.0, 0.5, -30.0])
     count = 6000
-    tokens, log_probs = jax.jit(generate.sample, static_argnums=(3, 4))(
+    tokens, log_probs = SAMPLE(
         keys(3, count), jnp.tile(logits[:, None], (1, count)), 0.6, 1.0, False
     )
     expected = np.asarray(jax.nn.softmax(logits / 0.6), np.float64)
@@ -171,24 +174,59 @@ def test_draws_pass_a_chi_square_test():
     np.testing.assert_allclose(log_probs, np.log(expected)[tokens], atol=1e-5)
 
 
-def test_nucleus_sampling_draws_the_renormalised_head():
-    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
+@pytest.mark.parametrize(("top_p", "kept"), [(0.7, 2), (0.9, 3), (0.4, 1), (0.995, 4)])
+def test_nucleus_sampling_draws_the_renormalised_head(top_p, kept):
+    probs = np.array([0.5, 0.3, 0.15, 0.05])
     count = 4000
-    tokens, log_probs = jax.jit(generate.sample, static_argnums=(3, 4))(
-        keys(4, count), jnp.tile(logits[:, None], (1, count)), 1.0, 0.7, False
+    tokens, log_probs = SAMPLE(
+        keys(4, count), jnp.tile(jnp.log(probs)[:, None], (1, count)), 1.0, top_p, False
     )
     observed = np.bincount(tokens, minlength=4)
-    assert observed[2:].sum() == 0
-    assert scipy.stats.chisquare(observed[:2], count * np.array([5, 3]) / 8).pvalue > 1e-3
-    np.testing.assert_allclose(log_probs, np.log([0.5, 0.3])[tokens], atol=1e-5)  # before the cut
+    assert observed[kept:].sum() == 0
+    if kept > 1:
+        expected = count * probs[:kept] / probs[:kept].sum()
+        assert scipy.stats.chisquare(observed[:kept], expected).pvalue > 1e-3
+    np.testing.assert_allclose(log_probs, np.log(probs)[tokens], atol=1e-5)  # before the cut
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), high=st.sampled_from([1, 9, 1000]), top_p=st.sampled_from([0.3, 0.55, 0.8, 0.97]))
+def test_what_is_drawn_lies_in_the_nucleus(seed, high, top_p):
+    """Integer weights with many ties, so that the border lies beside whole groups of equal ids."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, high + 1, 17)
+    counts[rng.integers(17)] += 1
+    goal = np.floor(top_p * counts.sum()) + 0.5  # no rounding decides
+    with np.errstate(divide="ignore"):
+        logits = np.repeat(np.log(counts).astype(np.float32)[:, None], 64, axis=1)
+    logits = np.maximum(logits, decoder.MASKED)
+    kept = reference_nucleus(counts[:, None], [goal])[:, 0]
+    weights = np.exp(logits - logits.max())
+    drawn = NUCLEUS_DRAW(keys(seed, 64), weights, np.float32(goal / counts.sum()))
+    assert kept[np.asarray(drawn)].all()
+
+
+def test_a_row_draws_the_same_however_often_others_draw_again():
+    weights = np.random.default_rng(0).exponential(size=(300, 32)).astype(np.float32) ** 4
+    together = np.asarray(NUCLEUS_DRAW(keys(0, 32), weights, np.float32(0.6)))
+    for row in range(32):
+        alone = NUCLEUS_DRAW(keys(0, 32)[row : row + 1], weights[:, row : row + 1], np.float32(0.6))
+        assert int(alone[0]) == together[row]
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), vocab=st.sampled_from([1, 41, 256, 700]), high=st.sampled_from([1, 1000]))
+def test_argmax_is_the_first_largest(seed, vocab, high):
+    logits = np.random.default_rng(seed).integers(-high, high + 1, (vocab, 5)).astype(np.float32)
+    np.testing.assert_array_equal(ARGMAX(logits), np.argmax(logits, axis=0))
 
 
 def test_temperature_numbers():
     logits = jnp.tile(jnp.array([[2.0], [1.0], [0.0]]), (1, 64))
-    tokens, log_probs = generate.sample(keys(0, 64), logits, 0.6, 1.0, False)
+    tokens, log_probs = SAMPLE(keys(0, 64), logits, 0.6, 1.0, False)
     np.testing.assert_allclose(log_probs, np.array([-0.202573, -1.869240, -3.535906])[tokens], atol=1e-6)
     assert len(set(np.asarray(tokens).tolist())) > 1
-    greedy, log_probs = generate.sample(keys(0, 64), logits, 0.6, 1.0, True)
+    greedy, log_probs = SAMPLE(keys(0, 64), logits, 0.6, 1.0, True)
     assert (np.asarray(greedy) == 0).all()
     np.testing.assert_allclose(log_probs, 2 - np.log(np.exp([2, 1, 0]).sum()), atol=1e-6)
 
@@ -281,7 +319,7 @@ def test_ids_above_the_vocabulary_are_never_sampled():
         generate.generate, params, None, config, keys(1, 32), *left([[1]] * 32, 1), max_new_tokens=12, eos_ids=(),
         vocab_size=10,
     )  # fmt: skip
-    for options in ({}, {"top_p": 0.9}, {"greedy": True}, {"temperature": 1e-6}):
+    for options in ({}, {"top_p": 0.9}, {"top_p": 0.2}, {"greedy": True}, {"temperature": 1e-6}):
         out = run(**options)
         assert (np.asarray(out.tokens) < 10).all()
         np.testing.assert_allclose(out.log_probs, np.log(0.1), atol=1e-5)

@@ -85,7 +85,7 @@ def test_fresh_adapters_change_nothing(params):
 def test_init_shapes_range_and_separate_agents():
     fresh = lora.init(jax.random.key(3), CONFIG, LORA, AGENTS)
     shapes = lora.target_shapes(CONFIG)
-    assert shapes["q"] == (60, 24) and shapes["v"] == (20, 24) and shapes["o"] == (24, 60) and shapes["down"] == (24, 28)
+    assert [shapes[name] for name in ("q", "v", "o", "down")] == [(60, 24), (20, 24), (24, 60), (24, 28)]
     for layer in fresh:
         assert tuple(layer) == lora.TARGETS
         for name, (out, fan_in) in shapes.items():

@@ -1,4 +1,4 @@
-"""Parity with transformers on torch, float32: logits, greedy answers, adapters; the last digits in the test's output."""
+"""Parity with transformers and peft on torch, float32: logits, greedy answers, gradients, adapters."""
 
 import functools
 
@@ -13,6 +13,8 @@ import transformers
 from stackalign.lm import decoder, generate, lora, score, tokenizer, weights
 from stackalign.lm.weights import fetch
 
+torch.set_num_threads(1)  # spinning threads of two libraries on few cores slow both down many times
+
 COMMON = {"vocab_size": 90, "intermediate_size": 70, "num_hidden_layers": 2, "initializer_range": 0.25,
           "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -25,9 +27,10 @@ MODELS = {
                     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "llama3 scaling": {"hidden_size": 54, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16,
                        "tie_word_embeddings": True, "max_position_embeddings": 128, "rope_parameters": LLAMA3},
-    "one key head": {"hidden_size": 32, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6,
+    "one key head": {"hidden_size": 33, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6,
                      "tie_word_embeddings": False, "max_position_embeddings": 128},
 }  # fmt: skip
+SCORE = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size"))
 FORWARD = jax.jit(decoder.apply, static_argnames=("config",))
 
 
@@ -92,12 +95,11 @@ def relative_gap(found, expected):
     return np.abs(found - expected).max() / np.abs(expected).max()
 
 
-def test_logits(pair, record_property):
+def test_logits(pair):
     """Sequences of 100 tokens: three times the original context of the scaled model."""
     model, config, params = pair
     ids = np.random.default_rng(0).integers(0, 90, (3, 100)).astype(np.int32)
     gap = relative_gap(our_logits(params, config, ids), torch_logits(model, ids))
-    record_property("relative gap", gap)
     print(f"relative gap {gap:.2e}")
     assert gap < 1e-4
 
@@ -136,12 +138,11 @@ def test_greedy_tokens(pair):
     for row, prompt in enumerate(prompts):
         assert out.tokens[row].tolist() == torch_greedy(model, prompt, 30)
     # The log-probabilities of the cached decoding are those of one full pass.
-    scored = score.completion_log_probs(
-        params, None, config, *left(prompts), out.tokens, out.mask, vocab_size=90
-    )
+    scored = SCORE(params, None, config, *left(prompts), out.tokens, out.mask, vocab_size=90)
     np.testing.assert_allclose(out.log_probs, scored, atol=1e-4)
 
 
+@pytest.mark.parametrize("pair", [("grouped, untied", 0)], indirect=True)
 def test_ends_of_turn(pair):
     model, config, params = pair
     prompt = np.random.default_rng(3).integers(0, 90, 9)
@@ -156,7 +157,7 @@ def test_ends_of_turn(pair):
 
 
 def test_log_probs_and_their_gradient(pair):
-    """The score of a completion, and its gradient by every projection's input side, through torch."""
+    """The score of a completion, and its gradient by the parameters, against torch's own."""
     model, config, params = pair
     rng = np.random.default_rng(4)
     prompt, completion = rng.integers(0, 90, (1, 7)), rng.integers(0, 90, (1, 5))
@@ -231,7 +232,8 @@ def test_adapters_equal_peft(tmp_path):
 
 QUESTIONS = (
     "What is the capital of France?",
-    "Write one sentence about the sea.",
+    "Tell a short story about a lighthouse keeper.",
+    "Explain how rainbows form.",
     "Compute 17 + 25 and explain how.",
     "List three uses of a paper clip.",
     "Übersetze ins Englische: „Guten Morgen, wie geht es dir?“",
@@ -270,7 +272,8 @@ def test_smollm2_greedy_answers(smollm2):
         params, None, config, jax.random.split(jax.random.key(0), len(prompts)), *left(prompts), max_new_tokens=64,
         greedy=True, eos_ids=chat.eos_ids, vocab_size=chat.vocab_size,
     )  # fmt: skip
+    lengths = np.asarray(out.mask).sum(axis=1)
+    assert (lengths == 64).sum() >= 4 and np.asarray(out.finished).any()
     for row, prompt in enumerate(prompts):
         answer = out.tokens[row][out.mask[row]].tolist()
-        print(repr(chat.decode(answer)))
         assert answer == torch_greedy(model, prompt, 64, list(chat.eos_ids))

@@ -170,7 +170,11 @@ def score_pairs(params, pairs, prompt_length, length, **options):
     )  # fmt: skip
 
 
-PAIRS = [(np.array(p), np.array(c)) for p, c in (([5, 2, 9], [7, 7, 1, 30]), ([1], [4]), ([3, 3, 8, 40, 12], [40, 0, 2]))]
+PAIRS = [
+    (np.array([5, 2, 9]), np.array([7, 7, 1, 30])),
+    (np.array([1]), np.array([4])),
+    (np.array([3, 3, 8, 40, 12]), np.array([40, 0, 2])),
+]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -205,7 +209,8 @@ def test_end_of_turn_id_as_padding_keeps_the_first(params):
     completions = np.array([[9, 2, 2, 2]], np.int32), np.array([[1, 1, 0, 0]], bool)
     prompt = np.array([[5, 2, 9, 2]], np.int32), np.ones((1, 4), bool)
     found = SCORE(params, None, CONFIG, *prompt, *completions, vocab_size=VOCAB)
-    np.testing.assert_allclose(found[0, :2], sequence_log_probs(params, np.array([5, 2, 9, 2]), np.array([9, 2])), atol=1e-5)
+    expected = sequence_log_probs(params, prompt[0][0], np.array([9, 2]))
+    np.testing.assert_allclose(found[0, :2], expected, atol=1e-5)
     assert (np.asarray(found)[0, 2:] == 0).all()
 
 
@@ -232,7 +237,8 @@ def test_gradient_ignores_padding_remat_and_the_way_of_the_head(params):
 
 
 def test_tied_head_gets_its_gradient_only_when_trained(params):
-    prompts, completions = arrays([p for p, _ in PAIRS], 5, True), arrays([c for _, c in PAIRS], 4, False)
+    pair = PAIRS[0]
+    prompts, completions = arrays(pair[:1], 5, True), arrays(pair[1:], 4, False)
 
     def total(embed, train_head):
         return score.completion_log_probs(
@@ -240,12 +246,12 @@ def test_tied_head_gets_its_gradient_only_when_trained(params):
         ).sum()
 
     def reference(embed):
-        return sum(sequence_log_probs(params | {"embed": embed}, *pair).sum() for pair in PAIRS)
+        return sequence_log_probs(params | {"embed": embed}, *pair).sum()
 
     grad = jax.jit(jax.grad(total), static_argnums=1)
     frozen, trained = grad(params["embed"], False), grad(params["embed"], True)
     np.testing.assert_allclose(trained, jax.jit(jax.grad(reference))(params["embed"]), atol=2e-4)
-    unused = sorted(set(range(VOCAB)) - {int(t) for pair in PAIRS for part in pair for t in part})
+    unused = sorted(set(range(VOCAB)) - {int(token) for part in pair for token in part})
     assert (np.asarray(frozen)[unused] == 0).all() and np.abs(trained[unused[0]]).max() > 0
 
 
