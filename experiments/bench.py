@@ -11,7 +11,8 @@ Prints one JSON object a line. The first, "machine", says where it ran; every ot
 Both sides take turns, `ours` and `reference` are medians, and a `ratio` above 1 is better for us; `best` has the
 fastest run of each. A row without a reference has null there, and so have all rows where the reference's packages (the
 test extra) are not installed. Progress goes to standard error. Other work on the machine slows the sides unequally:
-PyTorch's threads wait for each other, so a busy core costs the reference more.
+PyTorch's threads wait for each other, so a busy core costs the reference more; `load_average` of the first line tells
+how busy the machine was at the start.
 
 Suite lm: `decode_ROWS` is sampling at temperature 0.7 and top-p 0.9 (`_greedy`: the most probable token) with
 SmolLM2-135M, prompts of 64 tokens and 64 new ones, against `transformers`; `train_dpo_lora` a DPO step on a LoRA of
@@ -58,7 +59,8 @@ def main(argv: list[str]) -> None:
         print(json.dumps(row), flush=True)
 
     show(
-        {"name": "machine", "suite": FLAGS.suite, "cores": len(os.sched_getaffinity(0)), "machine": platform.machine(),
+        {"name": "machine", "suite": FLAGS.suite, "cores": len(os.sched_getaffinity(0)),
+         "load_average": round(os.getloadavg()[0], 2), "machine": platform.machine(),
          "backend": jax.default_backend(), "devices": jax.device_count(), "python": platform.python_version(),
          "jax": jax.__version__, **suite.versions(), "repeats": FLAGS.repeats}
     )  # fmt: skip

@@ -27,7 +27,8 @@ MASKED = -1e30  # finite, so a fully masked (padding) query gives a uniform row 
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, `[Hkv, hd, rows, slots]` each."""
+    """Keys `[Hkv, rows, hd, slots]` and values `[Hkv, rows, slots, hd]` of one layer: each as its matmul reads it, so
+    that a decoding step writes one slot and copies nothing."""
 
     keys: jax.Array
     values: jax.Array
@@ -70,9 +71,26 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (wide * scale.astype(jnp.float32)[:, None, None]).astype(x.dtype)
 
 
+@jax.custom_vjp
 def project(weight: jax.Array, x: jax.Array) -> jax.Array:
     """`[out, in]` times `[in, rows, length]` → `[out, rows, length]`."""
     return jnp.einsum("of,fbl->obl", weight, x)
+
+
+def _project_forward(weight, x):
+    return project(weight, x), (weight, x)
+
+
+def _project_backward(operands, gradient):
+    # The gradient of x is feature-first like x. JAX's own rule forms its transpose, whose copies cost XLA's CPU backend
+    # as much as the matmul.
+    weight, x = operands
+    of_weight = jnp.einsum("obl,fbl->of", gradient, x)
+    of_x = jax.lax.dot_general(weight, gradient, (((0,), (0,)), ((), ())))
+    return of_weight.astype(weight.dtype), of_x.astype(x.dtype)
+
+
+project.defvjp(_project_forward, _project_backward)
 
 
 def attend(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
@@ -88,11 +106,16 @@ def attend(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array
     """
     heads, head_dim, rows, length = query.shape
     kv_heads = keys.shape[0]
-    grouped = query.reshape(kv_heads, heads // kv_heads, head_dim, rows, length)
-    logits = jnp.einsum("kgdbl,kdbs->bkgls", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
-    logits = jnp.where(mask[:, None, None], logits, MASKED)
-    weights = jax.nn.softmax(logits, axis=-1).astype(values.dtype)
-    return jnp.einsum("bkgls,kdbs->kgdbl", weights, values).reshape(heads, head_dim, rows, length)
+    groups = heads // kv_heads
+    # Batched matmuls [Hkv, rows] of (queries of a group) x hd x slots in that order: XLA's CPU backend then transposes
+    # queries and results only, and nothing of a `LayerCache`.
+    query = query.reshape(kv_heads, groups, head_dim, rows, length).transpose(0, 3, 1, 4, 2)
+    query = query.reshape(kv_heads, rows, groups * length, head_dim)
+    logits = jnp.matmul(query, keys.transpose(0, 2, 1, 3), preferred_element_type=jnp.float32) * head_dim**-0.5
+    logits = jnp.where(mask[None, :, None], logits.reshape(kv_heads, rows, groups, length, -1), MASKED)
+    weights = jax.nn.softmax(logits, axis=-1).astype(values.dtype).reshape(kv_heads, rows, groups * length, -1)
+    out = jnp.matmul(weights, values.transpose(0, 2, 3, 1)).reshape(kv_heads, rows, groups, length, head_dim)
+    return out.transpose(0, 2, 4, 1, 3).reshape(heads, head_dim, rows, length)
 
 
 def block(layer, adapter, config: DecoderConfig, h, rotary, mask, cache=None, slot=None, rows=None):
@@ -121,12 +144,12 @@ def block(layer, adapter, config: DecoderConfig, h, rotary, mask, cache=None, sl
     k = rotate(k.reshape(kv_heads, head_dim, num_rows, length), *rotary)
     v = v.reshape(kv_heads, head_dim, num_rows, length)
     if cache is not None:
-        start = (0, 0, 0, slot)
+        k, v = k.transpose(0, 2, 1, 3).astype(cache.keys.dtype), v.transpose(0, 2, 3, 1).astype(cache.values.dtype)
         cache = LayerCache(
-            jax.lax.dynamic_update_slice(cache.keys, k.astype(cache.keys.dtype), start),
-            jax.lax.dynamic_update_slice(cache.values, v.astype(cache.values.dtype), start),
+            jax.lax.dynamic_update_slice(cache.keys, k, (0, 0, 0, slot)),
+            jax.lax.dynamic_update_slice(cache.values, v, (0, 0, slot, 0)),
         )
-        k, v = cache
+        k, v = cache.keys.transpose(0, 2, 1, 3), cache.values.transpose(0, 3, 1, 2)
     x = attend(q, k, v, mask).reshape(heads * head_dim, num_rows, length)
     h = h + project(layer["o"], x) + lora.delta(adapter, "o", x, rows)
     x = rms_norm(h, layer["mlp_norm"], config.norm_eps)
@@ -170,8 +193,20 @@ def apply(
 
 def init_caches(config: DecoderConfig, num_rows: int, slots: int, dtype=jnp.float32) -> tuple[LayerCache, ...]:
     """Empty caches for `num_rows` sequences of at most `slots` tokens."""
-    shape = (config.num_kv_heads, config.head_dim, num_rows, slots)
-    return tuple(LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+    keys = jnp.zeros((config.num_kv_heads, num_rows, config.head_dim, slots), dtype)
+    return (LayerCache(keys, keys.swapaxes(2, 3)),) * config.num_layers
+
+
+def grow_caches(caches: tuple[LayerCache, ...], slots: int) -> tuple[LayerCache, ...]:
+    """The caches with `slots` more, empty slots at the end."""
+    nothing = (0, 0)
+    return tuple(
+        LayerCache(
+            jnp.pad(cache.keys, (nothing, nothing, nothing, (0, slots))),
+            jnp.pad(cache.values, (nothing, nothing, (0, slots), nothing)),
+        )
+        for cache in caches
+    )
 
 
 def unembedding(params) -> jax.Array:

@@ -79,6 +79,44 @@ def categorical(uniform: jax.Array, weights: jax.Array) -> jax.Array:
     return (block * BLOCK + _positive_from(inside, offset)).astype(jnp.int32)
 
 
+def nucleus_draw(keys: jax.Array, weights: jax.Array, top_p: float) -> jax.Array:
+    """Draws from the nucleus (see `nucleus_mask`) by rejection, which never looks for its border.
+
+    An id lies in the nucleus exactly where the ids more probable than it do not reach `top_p`. Ids drawn from the whole
+    distribution are drawn again until they do, which each draw does with probability `top_p` or more.
+
+    Args:
+      keys: typed keys `[rows]`; every row has its own draws, however often others draw again.
+      weights: `[V, rows]` as `categorical` takes them.
+      top_p: in (0, 1]; the work grows as 1 / top_p.
+
+    Returns:
+      int32 `[rows]`.
+    """
+    goal = top_p * weights.sum(axis=0)
+
+    def draw(state):
+        attempt, token, accepted = state
+        uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, attempt)))(keys)
+        drawn = categorical(uniform, weights)
+        weight = jnp.take_along_axis(weights, drawn[None], axis=0)
+        above = jnp.sum(jnp.where(weights > weight, weights, 0.0), axis=0)
+        return attempt + 1, jnp.where(accepted, token, drawn), accepted | ~(above >= goal)  # NaN is accepted
+
+    nothing = jnp.zeros(weights.shape[1], jnp.int32)
+    return jax.lax.while_loop(lambda state: ~jnp.all(state[2]), draw, (0, nothing, nothing > 0))[1]
+
+
+def argmax(logits: jax.Array) -> jax.Array:
+    """First most probable id int32 `[rows]` of `[V, rows]`, in two levels: XLA's CPU argmax runs on one core."""
+    vocab, num_rows = logits.shape
+    padded = jnp.pad(logits, ((0, -vocab % BLOCK), (0, 0)), constant_values=-jnp.inf)
+    blocks = padded.reshape(-1, BLOCK, num_rows)
+    block = jnp.argmax(blocks.max(axis=1), axis=0)
+    inside = jnp.take_along_axis(blocks, block[None, None], axis=0)[0]
+    return (block * BLOCK + jnp.argmax(inside, axis=0)).astype(jnp.int32)
+
+
 def _positive_from(weights: jax.Array, index: jax.Array) -> jax.Array:
     """The first positive entry of `[n, rows]` at or after `index` `[rows]`, else the last positive one.
 
@@ -96,16 +134,20 @@ def sample(keys: jax.Array, logits: jax.Array, temperature, top_p: float, greedy
       keys: typed keys `[rows]`.
       logits: float32 `[V, rows]`.
     """
-    scaled = logits if greedy else logits / temperature
-    log_probs = jax.nn.log_softmax(scaled, axis=0)
+    temperature = 1.0 if greedy else temperature
+    peak = jnp.max(logits, axis=0)
+    weights = jnp.exp((logits - peak) / temperature)
+    log_total = jnp.log(weights.sum(axis=0))
     if greedy:
-        token = jnp.argmax(logits, axis=0).astype(jnp.int32)
-    else:
-        weights = jnp.exp(log_probs)
-        if top_p < 1.0:
-            weights = jnp.where(nucleus_mask(log_probs, top_p), weights, 0.0)
+        token = argmax(logits)
+    elif top_p >= 1.0:
         token = categorical(jax.vmap(jax.random.uniform)(keys), weights)
-    picked = jnp.take_along_axis(log_probs, token[None], axis=0)[0]
+    elif top_p >= 0.5:
+        token = nucleus_draw(keys, weights, top_p)
+    else:
+        kept = nucleus_mask((logits - peak) / temperature - log_total, top_p)
+        token = categorical(jax.vmap(jax.random.uniform)(keys), jnp.where(kept, weights, 0.0))
+    picked = (jnp.take_along_axis(logits, token[None], axis=0)[0] - peak) / temperature - log_total
     return token, jnp.minimum(picked, 0.0)  # XLA's exp(0) may be an ulp below 1
 
 
@@ -146,12 +188,20 @@ def generate(
     num_rows, prompt_length = prompts.shape
     lengths = prompt_mask.sum(axis=1)
     slots = prompt_length + max_new_tokens
-    caches = decoder.init_caches(config, num_rows, slots, params["embed"].dtype)
+    caches = decoder.init_caches(config, num_rows, prompt_length, params["embed"].dtype)
     visible = jnp.pad(prompt_mask, ((0, 0), (0, max_new_tokens)))
-    prefill_mask = jnp.pad(decoder.causal_mask(prompt_mask), ((0, 0), (0, 0), (0, max_new_tokens)))
     hidden, caches = decoder.apply(
-        params, adapters, config, prompts, decoder.positions_of(prompt_mask), prefill_mask, caches, 0, rows
+        params,
+        adapters,
+        config,
+        prompts,
+        decoder.positions_of(prompt_mask),
+        decoder.causal_mask(prompt_mask),
+        caches,
+        0,
+        rows,
     )
+    caches = decoder.grow_caches(caches, max_new_tokens)
     ends = jnp.asarray(eos_ids, jnp.int32)
 
     def pick(step, hidden):
