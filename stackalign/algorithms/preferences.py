@@ -166,7 +166,7 @@ def train(
                 progress("training", done, total, "pairs")
             if not np.isfinite(float(metrics["loss"])):
                 raise FloatingPointError(
-                    f"training of base {name!r} diverged at step {number + 1} of {len(batches)}: the loss is not finite; "
+                    f"training of base {name!r} diverged at step {number + 1} of {len(batches)}: loss not finite; "
                     "lower --learning_rate (what was finished before this iteration is kept)"
                 )
             rate = training.cosine(number, len(batches), config.learning_rate)

@@ -101,6 +101,7 @@ def digit_ids(tokenizer: lm_pool.Tokenizer) -> tuple[list[int], dict[str, int]]:
     prefix = encoded["1"][:-1]
     if any(ids[:-1] != prefix for ids in encoded.values()) or len({ids[-1] for ids in encoded.values()}) < 10:
         raise ValueError(
-            "judge mode 'digits' needs a tokenizer that writes each digit as one token of its own; use 'generate' or 'likelihood'"
+            "judge mode 'digits' needs a tokenizer that writes each digit as one token of its own; use 'generate' or "
+            "'likelihood'"
         )
     return prefix, {digit: ids[-1] for digit, ids in encoded.items()}

@@ -254,6 +254,7 @@ def summarise(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "best_gain": best["validation_mean"] - start if best else None,
         "best_agent": best_agent,
         "best_agent_validation": known.get(best_agent),
+        "best_agent_test": (((results.get("test") or {}).get("best") or {}).get("by_agent") or {}).get(best_agent),
         "by_iteration": by_iteration,
         "calls": {
             field: calls.get(field)
@@ -348,6 +349,12 @@ def _page(summary: Mapping[str, Any], pictures: Sequence[tuple[str, str]]) -> st
         head = ["agent", *(f"{stage} (iteration {test[stage]['iteration']})" for stage in stages)]
         table = [[_cell(a), *(_cell(test[s]["by_agent"].get(a), ".1%") for s in stages)] for a in summary["agents"]]
         lines += _grid(head, [*table, ["**mean**", *(_cell(test[s]["mean"], ".1%") for s in stages)]])
+        if summary["best_agent_test"] is not None:
+            lines += [
+                f"By validation, iteration {_cell(summary['best_iteration'])} and {_cell(summary['best_agent'])} "
+                f"reach {summary['best_agent_test']:.1%}.",
+                "",
+            ]
 
     lines += ["## Judges", ""]
     check = summary["judge_check"] or {}

@@ -195,16 +195,21 @@ def test_a_run_that_records_little(tmp_path):
     assert {file.stem for file in (tmp_path / "run" / "report").glob("*.png")} == {"win_rates"}  # from the duels
 
 
-def test_missing_values_and_peak_memory(tmp_path):
+def test_missing_values_test_split_and_peak_memory(tmp_path):
     def blank(row):
         row["validation"]["sort"] = None
         row["validation_mean"] = None
-        row["peak_memory_bytes"] = 2**30 + row["iteration"]
 
-    summary = edit(tmp_path, blank)
+    edit(tmp_path, blank)
+    accuracies = {name: (index + 1) / 8 for index, name in enumerate(AGENTS)}
+    test = {"questions": 8, "best": {"iteration": 1, "mean": 0.5, "by_agent": accuracies}}
+    results = {"peak_memory_bytes": 2**30 + 3, "test": test}
+    (tmp_path / "run" / "results.json").write_text(json.dumps(results))
+    summary = report.summarise(tmp_path / "run")
     known = [value for value in summary["by_iteration"][0]["validation"].values() if value is not None]
     assert math.isclose(summary["start_validation"], sum(known) / 3)
     assert summary["peak_memory_bytes"] == 2**30 + 3
+    assert summary["best_agent_test"] == accuracies[summary["best_agent"]]
     report.build(tmp_path / "run")
     assert "Peak memory: 1.00 GiB." in (tmp_path / "run" / "report" / "report.md").read_text()
 
