@@ -73,28 +73,30 @@ def decode(name: str, base: lm.Base, reference, repeats: int) -> dict:
 
 
 def _dpo_loss(log_probs, batch):
-    sums = dpo.sequence_log_probs(log_probs[0], batch.completion_mask[0])
-    loss = dpo.dpo_loss(*jnp.split(sums, 2), *jnp.split(batch.extra, 2), beta=BETA).loss
+    chosen, rejected = (dpo.sequence_log_probs(log_probs[0, :, k], batch.completion_mask[0, :, k]) for k in (0, 1))
+    loss = dpo.dpo_loss(chosen, rejected, *batch.extra.T, beta=BETA).loss
     return loss, loss
 
 
 def train_dpo_lora(name: str, base: lm.Base, reference, repeats: int) -> dict:
     """Tokens a second of a DPO step on a LoRA: reference log-probabilities, forward, backward, optimizer."""
-    length = PROMPT + COMPLETION
-    tokens = np.random.default_rng(0).integers(0, base.tokenizer.vocab_size, (2 * PAIRS, length), dtype=np.int32)
-    prompts, completions = tokens[:, :PROMPT], tokens[:, PROMPT:]
+    rng, vocab_size = np.random.default_rng(0), base.tokenizer.vocab_size
+    prompts = rng.integers(0, vocab_size, (PAIRS, PROMPT), dtype=np.int32)
+    completions = rng.integers(0, vocab_size, (PAIRS, 2, COMPLETION), dtype=np.int32)
     prompt_mask, completion_mask = np.ones(prompts.shape, bool), np.ones(completions.shape, bool)
+    # The reference's rows: all chosen sequences, then all rejected ones.
+    tokens = np.concatenate([np.concatenate([prompts, completions[:, k]], axis=1) for k in (0, 1)])
     shape = lora.LoraConfig(rank=RANK, alpha=RANK, dropout=0.0)
     adapters = lora.init(jax.random.key(0), base.config, shape, 1)
     optimizer = training.adamw()
     state = {"adapters": adapters, "moments": training.init(optimizer, adapters)}
-    agents = lora.rows(shape, 1, jnp.zeros(2 * PAIRS, jnp.int32))
+    agents = lora.rows(shape, 1, jnp.zeros(PAIRS, jnp.int32))
 
     def ours():
         flat = (prompts, prompt_mask, completions, completion_mask)
         before = _SCORE(
             base.params, adapters, base.config, *flat, agents, vocab_size=base.tokenizer.vocab_size
-        ).sum(axis=1)
+        ).sum(axis=2)
         grads, loss = training.gradient(
             base.params, state["adapters"], jax.random.key(0), training.Batch(*(x[None] for x in flat), before),
             config=base.config, lora_config=shape, loss=_dpo_loss, vocab_size=base.tokenizer.vocab_size,

@@ -74,11 +74,11 @@ class PairExtra(NamedTuple):
 
 @functools.cache
 def dpo_of_rows(beta: float, nll_weight: float, label_smoothing: float) -> training.Loss:
-    """DPO over rows that alternate chosen and rejected; one object a setting, so that it compiles once."""
+    """DPO over completions `[…, 2, C]`, chosen and rejected; one object a setting, so that it compiles once."""
 
     def loss(log_probs, batch):
-        agents, rows, length = log_probs.shape
-        log_probs = log_probs.reshape(agents * rows // 2, 2, length)
+        length = log_probs.shape[-1]
+        log_probs = log_probs.reshape(-1, 2, length)
         mask = batch.completion_mask.reshape(log_probs.shape)
         sums = dpo.sequence_log_probs(log_probs.reshape(-1, length), mask.reshape(-1, length)).reshape(-1, 2)
         reference, weights = batch.extra.reference.reshape(-1, 2), batch.extra.weights.reshape(-1)
@@ -181,7 +181,8 @@ def train(
 
 
 class _Rows(NamedTuple):
-    """All pairs of an iteration as padded tokens for one base: arrays `[agents, pairs, 2, …]`."""
+    """All pairs of an iteration as padded tokens for one base: prompts `[agents, pairs, P]`, completions (chosen,
+    rejected) `[agents, pairs, 2, C]`, reference log-probabilities `[agents, pairs, 2]`."""
 
     prompts: np.ndarray
     prompt_mask: np.ndarray
@@ -191,35 +192,35 @@ class _Rows(NamedTuple):
 
     @property
     def padded_length(self) -> int:
-        return self.prompts.shape[-1] + self.completions.shape[-1]
+        return self.prompts.shape[-1] + 2 * self.completions.shape[-1]
 
     def batch(self, part: np.ndarray, weight: float) -> training.Batch:
         """The pairs `part` (−1 pads with weight 0)."""
-        agents = self.prompts.shape[0]
-        tokens = [x[:, part].reshape(agents, 2 * len(part), -1) for x in self[:4]]
-        weights = np.broadcast_to(np.where(part >= 0, weight, 0.0), (agents, len(part))).astype(np.float32)
-        return training.Batch(*tokens, PairExtra(self.reference[:, part], weights))
+        weights = np.broadcast_to(np.where(part >= 0, weight, 0.0), (self.prompts.shape[0], len(part)))
+        extra = PairExtra(self.reference[:, part], weights.astype(np.float32))
+        return training.Batch(*(x[:, part] for x in self[:4]), extra)
 
 
 def _tokenise(pool, members, pairs, stacks, config, progress) -> _Rows:
-    requests = []
+    prompts, requests = [], []
     for agent in members:
         for pair in pairs:
-            prompt = lm_pool.encode_prompt(pool, agent, pair.instruction.prompt)
+            prompts.append(lm_pool.encode_prompt(pool, agent, pair.instruction.prompt))
             for answer in (pair.chosen, pair.rejected):
-                requests.append((agent, prompt, lm_pool.encode_answer(pool, agent, answer.text, answer.finished)))
+                completion = lm_pool.encode_answer(pool, agent, answer.text, answer.finished)
+                requests.append((agent, prompts[-1], completion))
     reference, _ = lm_pool.score_answers(
         pool, stacks, requests, max_tokens=config.micro_tokens, progress=progress, phase="reference"
     )
-    prompts = lm_pool.pad(
-        [r[1] for r in requests], lm_pool.bucket(max(len(r[1]) for r in requests)), len(requests), left=True
+    shape = (len(members), len(pairs))
+    padded = lm_pool.pad(prompts, lm_pool.bucket(max(map(len, prompts))), len(prompts), left=True)
+    width = lm_pool.bucket(max(len(r[2]) for r in requests))
+    completions = lm_pool.pad([r[2] for r in requests], width, len(requests), left=False)
+    return _Rows(
+        *(x.reshape(*shape, -1) for x in padded),
+        *(x.reshape(*shape, 2, width) for x in completions),
+        reference.astype(np.float32).reshape(*shape, 2),
     )
-    completions = lm_pool.pad(
-        [r[2] for r in requests], lm_pool.bucket(max(len(r[2]) for r in requests)), len(requests), left=False
-    )
-    shape = (len(members), len(pairs), 2)
-    tokens = [x.reshape(*shape, -1) for x in (*prompts, *completions)]
-    return _Rows(*tokens, reference.astype(np.float32).reshape(shape))
 
 
 def _epochs(key, num_pairs: int, config: DpoConfig) -> list[np.ndarray]:
@@ -233,7 +234,7 @@ def _epochs(key, num_pairs: int, config: DpoConfig) -> list[np.ndarray]:
 
 def _micro_batches(batch: np.ndarray, num_agents: int, length: int, config: DpoConfig) -> list[np.ndarray]:
     """Cuts a step's pairs into equal parts of a power of two pairs, padded with −1, within `micro_tokens`."""
-    fits = max(config.micro_tokens // (2 * num_agents * length), 1)
+    fits = max(config.micro_tokens // (num_agents * length), 1)
     size = min(1 << (fits.bit_length() - 1), lm_pool.row_bucket(config.batch_size))
     padded = np.concatenate([batch, np.full(-len(batch) % size, -1, batch.dtype)])
     return list(padded.reshape(-1, size))

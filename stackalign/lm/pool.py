@@ -257,7 +257,8 @@ def score_answers(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities of completions under agents.
 
-    Equal requests are scored once, so equal answers get equal numbers to the last bit.
+    Equal requests are scored once, so equal answers get equal numbers to the last bit. Two completions of
+    one prompt by one agent share it.
 
     Args:
       requests: (agent, prompt ids, completion ids) triples; an empty completion has sum 0 and length 0.
@@ -271,33 +272,44 @@ def score_answers(
     inverse = [places.setdefault((agent, tuple(p), tuple(c)), len(places)) for agent, p, c in requests]
     requests = list(places)
     sums, counts = np.zeros(len(requests)), np.array([len(r[2]) for r in requests], int)
-    agents = [request[0] for request in requests]
     for agent, prompt, completion in requests:
         check_context(pool, agent, prompt, len(completion))
+    shared: dict[tuple, list[int]] = {}
+    for index, (agent, prompt, _) in enumerate(requests):
+        shared.setdefault((agent, prompt), []).append(index)
+    rows = [(*key, found[i : i + 2]) for key, found in shared.items() for i in range(0, len(found), 2)]
+    branches = max((len(found) for _, _, found in rows), default=1)
+    agents = [agent for agent, _, _ in rows]
     width = bucket(int(counts.max(initial=1)))
     done = 0
     progress(phase, 0, len(requests), "answers")
-    for name, chosen in _batches(pool, agents, [len(r[1]) for r in requests], max_tokens, width):
+    for name, chosen in _batches(pool, agents, [len(row[1]) for row in rows], max_tokens, branches * width):
         base = pool.bases[name]
         num_rows = row_bucket(len(chosen))
         prompts, mask = pad(
-            [requests[i][1] for i in chosen], bucket(max(len(requests[i][1]) for i in chosen)), num_rows, left=True
+            [rows[i][1] for i in chosen], bucket(max(len(rows[i][1]) for i in chosen)), num_rows, left=True
         )
-        completions, completion_mask = pad([requests[i][2] for i in chosen], width, num_rows, left=False)
+        held = [index for i in chosen for index in (*rows[i][2], *[None] * (branches - len(rows[i][2])))]
+        completions, completion_mask = pad(
+            [() if index is None else requests[index][2] for index in held], width, num_rows * branches, left=False
+        )
         values = _completion_log_probs(
             base.params,
             None if stacks is None else stacks[name],
             base.config,
             prompts,
             mask,
-            completions,
-            completion_mask,
+            completions.reshape(num_rows, branches, width),
+            completion_mask.reshape(num_rows, branches, width),
             None if stacks is None else _rows(pool, name, [agents[i] for i in chosen], num_rows),
             temperature=temperature,
             vocab_size=base.tokenizer.vocab_size,
         )
-        sums[chosen] = np.asarray(values, np.float64).sum(axis=1)[: len(chosen)]
-        done += len(chosen)
+        totals = np.asarray(values, np.float64).sum(axis=2).reshape(-1)
+        for place, index in enumerate(held):
+            if index is not None:
+                sums[index] = totals[place]
+        done += sum(len(rows[i][2]) for i in chosen)
         progress(phase, done, len(requests), "answers")
     return sums[inverse], counts[inverse]
 

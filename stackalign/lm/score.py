@@ -1,7 +1,7 @@
 """Per-token log-probabilities of completions, without ever holding `[rows, length, vocabulary]`.
 
-A batch is a prompt block padded on the left and a completion block padded on the right, so the hidden states that
-predict completion tokens are one static slice and the vocabulary projection never runs over prompts. The projection
+A batch is a prompt block padded on the left and completion blocks padded on the right, so the hidden states that
+predict completion tokens are static slices and the vocabulary projection never runs over prompts. The projection
 goes in chunks of columns; for a frozen projection the backward pass needs only the `[d, columns]` gradient of each
 token's log-probability, which the forward pass forms while the chunk's softmax is at hand.
 """
@@ -10,6 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stackalign.lm import decoder, lora
 from stackalign.lm.config import DecoderConfig
@@ -105,22 +106,37 @@ def completion_log_probs(
 ) -> jax.Array:
     """Log-probability of every completion token given its prompt and the tokens before it.
 
+    Completions of one prompt may share it: the prompt runs once and no completion sees another.
+
     Args:
       prompts: int `[rows, P]` and prompt_mask bool `[rows, P]`; each row has at least one real token, in column P − 1.
-      completions: int `[rows, C]` and completion_mask bool `[rows, C]`.
+      completions: int `[rows, C]`, or `[rows, G, C]` for G completions of each prompt; completion_mask alike.
       rows: which adapter each row uses (`lora.rows`).
       temperature, vocab_size, train_head: see `token_log_probs`.
       remat: see `decoder.apply`.
 
     Returns:
-      `[rows, C]` float32; entries outside `completion_mask` are 0.
+      Float32, shaped like `completions`; entries outside `completion_mask` are 0.
     """
-    prompt_length, length = prompts.shape[1], completions.shape[1]
-    tokens = jnp.concatenate([prompts, completions], axis=1)
-    valid = jnp.concatenate([prompt_mask, completion_mask], axis=1)
-    positions, mask = decoder.positions_of(valid), decoder.causal_mask(valid)
+    num_rows, prompt_length = prompts.shape
+    length = completions.shape[-1]
+    branches = completions.reshape(num_rows, -1, length)
+    branch_mask = completion_mask.reshape(branches.shape)
+    count = branches.shape[1]
+    tokens = jnp.concatenate([prompts, branches.reshape(num_rows, -1)], axis=1)
+    valid = jnp.concatenate([prompt_mask, branch_mask.reshape(num_rows, -1)], axis=1)
+    inside = jnp.maximum(jnp.cumsum(branch_mask, axis=2) - 1, 0) + prompt_mask.sum(axis=1)[:, None, None]
+    positions = jnp.concatenate([decoder.positions_of(prompt_mask), inside.reshape(num_rows, -1)], axis=1)
+    mask = decoder.causal_mask(valid)
+    if count > 1:
+        part = np.concatenate([np.zeros(prompt_length, int), np.repeat(np.arange(1, count + 1), length)])
+        mask = mask & ((part[None, :] == 0) | (part[None, :] == part[:, None]))[None]
     hidden, _ = decoder.apply(params, adapters, config, tokens, positions, mask, rows=rows, remat=remat)
-    hidden = hidden[:, :, prompt_length - 1 : prompt_length + length - 1]
+    # A completion's first token is predicted by the prompt's last, the others by their own predecessors.
+    last = hidden[:, :, prompt_length - 1 : prompt_length]
+    starts = range(prompt_length, prompt_length + count * length, length)
+    predicting = [piece for start in starts for piece in (last, hidden[:, :, start : start + length - 1])]
+    hidden = jnp.concatenate(predicting, axis=2)
     values = token_log_probs(
         decoder.unembedding(params),
         hidden.reshape(hidden.shape[0], -1),

@@ -22,7 +22,8 @@ class Batch(NamedTuple):
 
     Attributes:
       prompts, prompt_mask: `[agents, rows, P]`, padded on the left.
-      completions, completion_mask: `[agents, rows, C]`, padded on the right.
+      completions, completion_mask: `[agents, rows, C]`, padded on the right, or `[agents, rows, G, C]` for completions
+        that share a prompt.
       extra: whatever the loss needs, a pytree of arrays.
     """
 
@@ -34,7 +35,7 @@ class Batch(NamedTuple):
 
 
 Loss = Callable[[jax.Array, Batch], tuple[jax.Array, Any]]
-"""(log_probs `[agents, rows, C]`, batch) → (loss summed with normalised weights, metrics to be summed)."""
+"""(log_probs shaped like the completions, batch) → (loss summed with normalised weights, metrics to be summed)."""
 
 
 def adamw(*, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm: float = 1.0) -> optax.GradientTransformation:
@@ -85,13 +86,12 @@ def gradient(
     """
 
     def objective(adapters):
-        leading = batch.prompts.shape[:2]
-        flat = [x.reshape(-1, x.shape[-1]) for x in batch[:4]]
+        flat = [x.reshape(-1, *x.shape[2:]) for x in batch[:4]]
         rows = lora.grouped(lora_config, key)
         log_probs = score.completion_log_probs(
             params, adapters, config, *flat, rows, temperature=temperature, vocab_size=vocab_size, remat=remat
         )
-        return loss(log_probs.reshape(*leading, -1), batch)
+        return loss(log_probs.reshape(batch.completions.shape), batch)
 
     return jax.grad(objective, has_aux=True)(adapters)
 

@@ -281,3 +281,35 @@ def test_memory_does_not_hold_columns_times_vocabulary():
     ).compile()
     # Logits, log-probabilities and probabilities of one chunk, not the four chunks of any of them.
     assert compiled.memory_analysis().temp_size_in_bytes < 3.5 * vocab * score.CHUNK * 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_completions_that_share_a_prompt_score_as_if_alone(params, count):
+    """Values and gradients, with padding on both sides and one completion that is empty."""
+    rng = np.random.default_rng(count)
+    prompts, prompt_mask = rng.integers(0, VOCAB, (3, 5)), np.arange(5) >= np.array([[0], [2], [4]])
+    completions = rng.integers(0, VOCAB, (3, count, 4))
+    lengths = np.array([[4, 1, 3], [2, 4, 4], [1, 3, 0]])[:, :count]
+    mask = np.arange(4) < lengths[..., None]
+
+    def together(params):
+        return score.completion_log_probs(
+            params, None, CONFIG, prompts, prompt_mask, completions, mask, vocab_size=VOCAB, train_head=True
+        )
+
+    def apart(params):
+        return jnp.stack(
+            [
+                score.completion_log_probs(
+                    params, None, CONFIG, prompts, prompt_mask, completions[:, k], mask[:, k], vocab_size=VOCAB,
+                    train_head=True,
+                )
+                for k in range(count)
+            ],
+            axis=1,
+        )  # fmt: skip
+
+    np.testing.assert_allclose(together(params), apart(params), atol=1e-5)
+    weights = rng.standard_normal(mask.shape)
+    found, expected = (jax.grad(lambda p, f=f: (f(p) * weights).sum())(params) for f in (together, apart))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
