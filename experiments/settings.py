@@ -81,8 +81,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch_size": 4,
         "lora_rank": 16,
         "lora_dropout": 0.0,
-        "micro_tokens": 2048,
-        "batch_tokens": 8192,
+        "micro_tokens": 1024,
+        "batch_tokens": 4096,
     },
     "toy": {
         **PAPER,

@@ -1,8 +1,11 @@
 """The alignment binary at its edges: presets, overrides, refusals before any work, the plan, and a user's own pool."""
 
+import http.server
 import json
+import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -11,9 +14,12 @@ from safetensors.numpy import load_file, save_file
 from experiments import settings
 
 
-def cli(*arguments: str, timeout: int = 300) -> subprocess.CompletedProcess:
+def cli(*arguments: str, timeout: int = 300, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "experiments.align", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+    environment = {**os.environ, **(env or {})}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, env=environment
+    )
 
 
 def refused(preset="smollm2", **given) -> str:
@@ -221,6 +227,48 @@ def test_own_pool_own_instructions_and_trained_adapters_come_back(tiny_model, tm
     assert any("parse" in warning or "score" in warning for warning in summary["warnings"])
     wrong = cli(f"--pool={pool}", f"--run_dir={tmp_path / 'three'}", *small[:-1], "--lora_rank=1")
     assert wrong.returncode == 1 and "--lora_rank=2" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+def test_two_models_with_an_endpoint_judge(tiny_model, tmp_path):
+    """The judge sees the paper's prompt and its replies become the scores; a second run is served from the cache."""
+    prompts = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            prompts.append(body["messages"][-1]["content"])
+            score = 1 + len(prompts[-1]) % 9
+            reply = {"choices": [{"message": {"content": f'{{"score": {score}}}'}, "finish_reason": "stop"}]}
+            data = json.dumps(reply).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    flags = [
+        f"--pool={tiny_model},{tiny_model}", f"--judge_endpoint=http://127.0.0.1:{server.server_port}/v1",
+        "--judge_model=judge", "--iterations=1", "--duels=4", "--num_instructions=4", "--max_new_tokens=4",
+        "--judge_check=0", "--lora_rank=2",
+    ]  # fmt: skip
+    try:
+        for name in ("one", "two"):
+            result = cli(*flags, f"--run_dir={tmp_path / name}", env={"STACKALIGN_CACHE": str(tmp_path / "cache")})
+            assert result.returncode == 0, result.stderr
+            if name == "one":
+                asked = len(prompts)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert 0 < asked == len(prompts) <= 8
+    assert all("Output ONLY a JSON object" in prompt for prompt in prompts)
+    for line in (tmp_path / "one" / "duels.jsonl").read_text().splitlines():
+        duel = json.loads(line)
+        assert list(duel["judges"]) == ["judge"] and duel["scores"] == duel["judges"]["judge"]
 
 
 def test_damaged_checkpoints_are_refused_by_name(tiny_model, tmp_path):
