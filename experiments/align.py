@@ -1,7 +1,7 @@
 """Stackelberg Alignment: a pool of language models duels, judges itself and learns from its own preferences.
 
-    python -m experiments.align                      # four agents on SmolLM2-135M, about 8 minutes on two CPU cores
-    python -m experiments.align --preset=toy         # six tiny decoders made in the run, about 3 minutes
+    python -m experiments.align                      # four agents on SmolLM2-135M, about 5 minutes on two CPU cores
+    python -m experiments.align --preset=toy         # six tiny decoders made in the run, 2 to 4 minutes
     python -m experiments.align --preset=paper_dpo --pool=/models/a,/models/b,/models/c --dry_run
 
 Every run is a folder: config.json, instructions.jsonl, duels.jsonl (one line a duel), metrics.jsonl (one line an

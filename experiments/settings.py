@@ -77,7 +77,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "judge": "likelihood",
         "judge_check": 24,
         "max_new_tokens": 24,
-        "learning_rate": 2e-4,
+        "learning_rate": 1e-4,
         "batch_size": 4,
         "lora_rank": 16,
         "lora_dropout": 0.0,

@@ -1,6 +1,6 @@
 """The learning table of the toy pool: variants of the algorithm on the same pools, several seeds, paired differences.
 
-    python -m experiments.toy_table                  # 5 seeds, about 40 minutes on two CPU cores
+    python -m experiments.toy_table                  # 5 seeds, about 20 minutes on two CPU cores
     python -m experiments.toy_table --seeds=2 --variants=nll,nll_random
 
 Every seed makes one pool and one set of prompts; all variants start from it. Accuracy is greedy exact match of the mean
@@ -175,7 +175,7 @@ def figure(rows: list[dict[str, Any]]):
         ("nll_verifier", "#009E73", "--"), ("nll", "#0072B2", "-"), ("plain", "#56B4E9", "-"),
         ("nll_random", "#D55E00", "-"), ("plain_random", "#E69F00", "-"),
     ]  # fmt: skip
-    canvas = Figure(figsize=(7.5, 4.0), layout="constrained")
+    canvas = Figure(figsize=(9.5, 4.0), layout="constrained")
     FigureCanvasAgg(canvas)
     axes = canvas.add_subplot()
     for name, colour, style in drawn:
@@ -192,7 +192,7 @@ def figure(rows: list[dict[str, Any]]):
     axes.set_ylabel("change of test accuracy, points")
     axes.set_title(f"A pool of six tiny models judging itself ({len({row['seed'] for row in rows})} seeds)", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return canvas
 
 
