@@ -23,7 +23,6 @@ from stackalign.lm.weights import fetch, gguf
 
 PROMPT = 128  # tokens of a prompt where the plan cannot know them
 JUDGE_PROMPT, JUDGE_REPLY = 96, 64  # tokens around the instruction and the answer, and of the reply
-PAIR_SHARE = 1.0  # every duel gives a pair: the most that training can cost
 
 
 class Rates(NamedTuple):
@@ -128,7 +127,7 @@ def describe(chosen: Mapping[str, Any]) -> str:
             hours["judging"] += judged * ((length + JUDGE_PROMPT) / rates.scoring + JUDGE_REPLY / rates.decoding)
         elif chosen["judge"] in settings_lib.PEERS:
             hours["judging"] += judged * length / rates.scoring
-        trained = 2 * d * PAIR_SHARE * counts[name] * length
+        trained = d * counts[name] * (PROMPT + 2 * chosen["max_new_tokens"])  # every duel gives a pair, at most
         hours["training"] += trained * (chosen["epochs"] / rates.training + 1 / rates.scoring)
         hours["validation"] += questions * counts[name] * chosen["max_new_tokens"] / rates.decoding
         lines.append(
