@@ -230,11 +230,13 @@ def step(
         with clock("combat"):
             answers = _combat(config, pool, state.stacks, combat_key, first, second, prompts, progress)
         with clock("judging"):
-            judged = _judge(
+            judged, failed = _judge(
                 config, pool, task, state.stacks, judge_key, measures, first, second, prompts, answers, progress
             )
         reputation, outcome = _play(config, task, reputation, first, second, judged)
-        rounds.append(_Round(np.asarray(first), np.asarray(second), prompts, answers, judged, realised, outcome))
+        rounds.append(
+            _Round(np.asarray(first), np.asarray(second), prompts, answers, judged, failed, realised, outcome)
+        )
     duels = _merge(rounds)
 
     rewards = leaders.rewards.composite(
@@ -278,13 +280,15 @@ def step(
 
 
 class _Round(NamedTuple):
-    """Duels with their answers, judges' scores `[D, 2, J]` (NaN = failed or not asked), and outcome."""
+    """Duels with their answers, the judges' scores `[D, 2, J]` (NaN = not asked, or failed and left out), which of the
+    judgements failed (bool `[D, 2, J]`), and outcome."""
 
     first: np.ndarray
     second: np.ndarray
     prompts: list[Instruction]
     answers: list[tuple[lm_pool.Answer, lm_pool.Answer]]
     judged: np.ndarray
+    failed: np.ndarray
     realised_gap: np.ndarray
     outcome: arena.Outcome
 
@@ -306,7 +310,7 @@ class _Measures:
     """All measures of an iteration by judge, so that a scale may rank a new answer among the earlier ones."""
 
     def __init__(self, judge: Judge):
-        self.judge, self.by_judge, self.failures, self.count = judge, {}, {}, 0
+        self.judge, self.by_judge, self.count = judge, {}, 0
 
     def scores(self, items: Sequence[Item], values: np.ndarray) -> np.ndarray:
         out = np.full(len(items), np.nan)
@@ -316,7 +320,6 @@ class _Measures:
             mine = judges == judge
             earlier = self.by_judge.get(judge, np.zeros(0))
             self.by_judge[judge] = np.concatenate([earlier, values[mine]])
-            self.failures[judge] = self.failures.get(judge, 0) + int(np.isnan(values[mine]).sum())
             out[mine] = np.asarray(self.judge.scale(self.by_judge[judge]))[len(earlier) :]
         return out
 
@@ -364,8 +367,8 @@ def _judges_of(task, num_models, a, b) -> Sequence[int]:
     return [k for k in range(num_models) if k not in (a, b)] or [a]  # alone, a model judges itself
 
 
-def _judge(config, pool, task, stacks, key, measures, first, second, prompts, answers, progress) -> np.ndarray:
-    """Scores `[D, 2, J]`, NaN where a judge failed or was not asked."""
+def _judge(config, pool, task, stacks, key, measures, first, second, prompts, answers, progress):
+    """Scores `[D, 2, J]`, NaN where a judge was not asked or failed and is left out, and which judgements failed."""
     num_models = len(pool.agents)
     num_judges = num_models if task.judge.names is None else len(task.judge.names)
     items, places = [], []
@@ -375,9 +378,10 @@ def _judge(config, pool, task, stacks, key, measures, first, second, prompts, an
                 items.append(Item(int(judge), prompts[d], answers[d][side]))
                 places.append((d, side, judge))
     values = task.judge.measure(key, pool, stacks, items, progress)
-    judged = np.full((len(prompts), 2, num_judges), np.nan)
-    judged[tuple(np.array(places).T)] = measures.scores(items, values)
-    return judged
+    judged, failed = np.full((len(prompts), 2, num_judges), np.nan), np.zeros((len(prompts), 2, num_judges), bool)
+    where = tuple(np.array(places).T)
+    judged[where], failed[where] = measures.scores(items, values), np.isnan(values)
+    return judged, failed
 
 
 @functools.partial(jax.jit, static_argnames=("peer", "weighting", "config"))
@@ -400,13 +404,14 @@ def _play(config, task, reputation, first, second, judged):
 
 
 def _merge(rounds: Sequence[_Round]) -> _Round:
-    first, second, prompts, answers, judged, realised, outcomes = zip(*rounds, strict=True)
+    first, second, prompts, answers, judged, failed, realised, outcomes = zip(*rounds, strict=True)
     return _Round(
         np.concatenate(first),
         np.concatenate(second),
         sum(prompts, []),
         sum(answers, []),
         np.concatenate(judged),
+        np.concatenate(failed),
         np.concatenate(realised),
         jax.tree.map(lambda *parts: np.concatenate(parts), *outcomes),
     )
@@ -454,6 +459,11 @@ def _number(value) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
+def _raw(duels: _Round, d: int, side: int, judge: int) -> float | None:
+    """A judge's own score; None where it failed, also where a fallback took its place."""
+    return None if duels.failed[d, side, judge] else _number(duels.judged[d, side, judge])
+
+
 def _duel_rows(config, pool, task, iteration, duels: _Round) -> list[dict]:
     names = pool.names if task.judge.names is None else task.judge.names
     rows = []
@@ -471,10 +481,10 @@ def _duel_rows(config, pool, task, iteration, duels: _Round) -> list[dict]:
                 "models": [pool.names[a], pool.names[b]],
                 "answers": [answer.text for answer in duels.answers[d]],
                 "finished": [answer.finished for answer in duels.answers[d]],
-                "judges": {names[k]: [_number(s) for s in duels.judged[d, :, k]] for k in asked},
+                "judges": {names[k]: [_raw(duels, d, side, k) for side in (0, 1)] for k in asked},
                 "scores": scores,
                 "valid": bool(duels.outcome.valid[d]),
-                "parse_failures": int(sum(not np.isfinite(duels.judged[d, side, k]) for k in asked for side in (0, 1))),
+                "parse_failures": int(duels.failed[d].sum()),
                 "right": [task.verify(instruction, answer.text) for answer in duels.answers[d]]
                 if task.checkable(instruction)
                 else None,

@@ -1,6 +1,7 @@
 """The loop of Algorithm 1 on a tiny pool, and its parts against formulas."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +159,15 @@ def test_failed_judges_leave_the_mean_and_are_counted(made, split):
     for duel in record.duels:
         valid = [scores for name, scores in duel["judges"].items() if name != "solver_1"]
         np.testing.assert_allclose(duel["scores"], np.mean(valid, axis=0), rtol=1e-4)
+
+    five = functools.partial(judges.on_parse_failure, mode="five")
+    task = make_task(judges.Judge(None, measure, five), split)
+    _, record = align.step(config, pool, task, align.init(jax.random.key(1), config, pool, task, 5, stacks))
+    assert record.metrics["parse_failures"]["solver_1"] == 2 * asked == record.metrics["failures_total"]
+    for duel in record.duels:
+        table = [[5.0, 5.0] if name == "solver_1" else scores for name, scores in duel["judges"].items()]
+        np.testing.assert_allclose(duel["scores"], np.mean(table, axis=0), rtol=1e-4)
+        assert duel["judges"].get("solver_1", [None, None]) == [None, None]
 
     task = make_task(judges.Judge(None, lambda *a: np.full(len(a[3]), np.nan), lambda values: values), split)
     after, record = align.step(config, pool, task, align.init(jax.random.key(1), config, pool, task, 5, stacks))
