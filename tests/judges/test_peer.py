@@ -1,5 +1,7 @@
 """Peer judges against explicit forward passes of a tiny model, and external judges."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,24 +54,22 @@ ITEMS = [
 ]  # fmt: skip
 
 
+@functools.partial(jax.jit, static_argnames=("config", "vocab_size"))
+def forward(params, adapters, ids, valid, *, config, vocab_size):
+    rows = lm_pool.lora.rows(LORA, 1, jnp.zeros(1, int))
+    hidden, _ = decoder.apply(
+        params, adapters, config, ids, decoder.positions_of(valid), decoder.causal_mask(valid), rows=rows
+    )
+    return jax.nn.softmax(decoder.logits(params, hidden[:, 0, -1:], vocab_size)[:, 0])
+
+
 def probabilities(pool, stacks, agent, ids) -> np.ndarray:
     """Next-token probabilities after `ids`, with this agent's adapter alone."""
     base = pool.bases["tiny"]
-    valid = jnp.ones((1, len(ids)), bool)
     alone = jax.tree.map(lambda leaf: leaf[agent : agent + 1], stacks["tiny"])
-    rows = lm_pool.lora.rows(LORA, 1, jnp.zeros(1, int))
-    hidden, _ = decoder.apply(
-        base.params,
-        alone,
-        base.config,
-        jnp.array([ids]),
-        decoder.positions_of(valid),
-        decoder.causal_mask(valid),
-        rows=rows,
-    )
-    return np.asarray(
-        jax.nn.softmax(decoder.logits(base.params, hidden[:, 0, -1:], base.tokenizer.vocab_size)[:, 0]), float
-    )
+    padded = lm_pool.pad([ids], 512, 1, left=True)
+    found = forward(base.params, alone, *padded, config=base.config, vocab_size=base.tokenizer.vocab_size)
+    return np.asarray(found, float)
 
 
 def prompt_ids(pool, item, text):
