@@ -147,6 +147,7 @@ def _pretrained(key, seed, config, exclude, progress):
     )
     opt_state = optimizer.init(params)
     done = 0
+    progress("pretraining", 0, config.pretrain_steps, "steps")
     while done < config.pretrain_steps:
         batches = []
         for _ in range(min(SCAN_STEPS, config.pretrain_steps - done)):
@@ -176,6 +177,7 @@ def _specialised(params, adapters, seed, config, members, exclude, progress):
     opt_state = training.init(optimizer, adapters)
     num_agents, rows = config.num_agents, config.specialise_batch
     dirty_share = (1 - 2 * config.clean_share) / (len(characters.SKILLS) - 2)
+    progress("specialising", 0, config.specialise_steps, "steps")
     for index in range(config.specialise_steps):
         pairs = []
         for agent in range(num_agents):
