@@ -143,7 +143,12 @@ def run(chosen: dict[str, Any]) -> int:
     print(f"run folder: {folder}", file=sys.stderr)
     with run_folder, runs.Bars() as progress:
         try:
-            ready = prepare.ready(chosen, run_folder, progress)
+            try:
+                ready = prepare.ready(chosen, run_folder, progress)
+            except Exception:
+                if not FLAGS.resume:  # nothing was computed: the folder can be used again with other settings
+                    run_folder.config.unlink(missing_ok=True)
+                raise
             prepare.check_judges(chosen, run_folder, ready, progress)
             state = align.init(
                 jax.random.key(chosen["seed"]),

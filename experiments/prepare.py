@@ -56,7 +56,10 @@ def ready(chosen: Mapping[str, Any], run: runs.Run, progress: lm_pool.Progress) 
     config = settings_lib.align_config(chosen)
     split, contrasts = instructions(chosen)
     task = align.Task(split.instructions, split.validation, make_judge(chosen, progress), data.verify, checkable)
-    if chosen["preset"] == "toy":
+    toy_run = chosen["preset"] == "toy"
+    num_models = toy_config(chosen).num_agents if toy_run else len(settings_lib.agents(chosen))
+    align.check_task(config, num_models, task, chosen["num_instructions"])
+    if toy_run:
         pool, stacks = toy_pool(chosen, split, run.path / "pool.npz", progress)
     else:
         pool, stacks = load_pool(chosen, progress)

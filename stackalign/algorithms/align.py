@@ -119,14 +119,13 @@ class Task(NamedTuple):
     checkable: Callable[[Instruction], bool]
 
 
-def check(config: AlignConfig, pool: lm_pool.Pool, task: Task, num_instructions: int) -> None:
-    """Refuses what cannot run, before any work; each error names what to change.
+def check_task(config: AlignConfig, num_models: int, task: Task, num_instructions: int) -> None:
+    """Refuses what cannot run whatever the models are, so before they are loaded; each error names what to change.
 
     Raises:
-      ValueError: no peer judge in a pool of two, more instructions asked for than there are, prompts over the context,
-        an external verifier on instructions without a check, or a number out of its range.
+      ValueError: no peer judge in a pool of two, more instructions asked for than there are, an external verifier on
+        instructions without a check, or a number out of its range.
     """
-    num_models = len(pool.agents)
     if num_models == 0:
         raise ValueError("the pool has no agents")
     if num_models == 2 and task.judge.names is None:
@@ -151,6 +150,16 @@ def check(config: AlignConfig, pool: lm_pool.Pool, task: Task, num_instructions:
                 f"judge 'verifier' needs an answer or a verifier on every instruction; {len(bare)} have none, first "
                 f"is {bare[0]!r}"
             )
+
+
+def check(config: AlignConfig, pool: lm_pool.Pool, task: Task, num_instructions: int) -> None:
+    """`check_task`, and that every instruction fits every agent's tokenizer and context.
+
+    Raises:
+      ValueError: as there, or an instruction, by its id, that an agent cannot read.
+    """
+    num_models = len(pool.agents)
+    check_task(config, num_models, task, num_instructions)
     for agent in range(num_models):
         for instruction in (*task.instructions, *task.validation):
             try:

@@ -134,6 +134,12 @@ def test_broken_instruction_files_stop_before_anything_is_made(tmp_path, text, w
     assert not (tmp_path / "run").exists()
 
 
+def test_too_many_instructions_are_refused_before_a_pool_is_made(tmp_path):
+    result = cli("--preset=toy", "--num_instructions=1000", f"--run_dir={tmp_path / 'run'}", timeout=60)
+    assert result.returncode == 1 and "1000" in result.stderr and "480" in result.stderr
+    assert not (tmp_path / "run" / "pool.npz").exists() and not (tmp_path / "run" / "config.json").exists()
+
+
 def test_a_full_run_folder_is_not_overwritten(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     result = cli("--preset=toy", f"--run_dir={tmp_path}")
@@ -300,6 +306,7 @@ def test_damaged_checkpoints_are_refused_by_name(tiny_model, tmp_path):
             f"--pool={folder},{folder},{folder}", f"--run_dir={tmp_path / 'run'}" + folder.name, "--judge_check=0"
         )
         assert result.returncode == 1 and words in result.stderr and "Traceback" not in result.stderr, result.stderr
+    assert not list(tmp_path.glob("run*/config.json"))  # the folder can be used again
 
 
 def test_dry_run_prints_the_plan(tiny_model):
