@@ -37,6 +37,7 @@ class Constants(NamedTuple):
     leader_oscillation: jax.Array
 
 
+@jax.jit
 def constants(game: Game, *, eta_leader: float, eta_follower: float) -> Constants:
     """The constants of theorem C.1; both taus positive, step sizes within condition 6 (`smida.check_step_sizes`)."""
     leader_rate = jnp.minimum(eta_leader * game.tau_leader, 1.0)

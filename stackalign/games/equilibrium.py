@@ -27,6 +27,7 @@ class Equilibrium(NamedTuple):
     value: jax.Array
 
 
+@jax.jit
 def closed_form(game: Game) -> Equilibrium:
     """The equilibrium of theorem 4.2; unique where both taus are positive.
 
@@ -112,6 +113,7 @@ class Exploitability(NamedTuple):
     stackelberg: jax.Array
 
 
+@jax.jit
 def exploitability(game: Game, log_pi: jax.Array, log_omega: jax.Array) -> Exploitability:
     """Gains from deviating to a best response, at policies `[X, L]` and `[X, L, F]`; works at tau = 0 too.
 

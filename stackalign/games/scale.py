@@ -4,6 +4,7 @@ Contexts are independent games, so that neither way changes a result.
 """
 
 import concurrent.futures
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -61,16 +62,25 @@ def solve_sharded(game: Game, mesh: jax.sharding.Mesh, **arguments: Any) -> smid
         raise ValueError(
             f"{num_contexts} contexts do not divide among {num_devices} devices: use pad_contexts(game, {num_devices})"
         )
-    smida.check_step_sizes(game, eta_leader=arguments["eta_leader"], eta_follower=arguments["eta_follower"])
-    split, whole = jax.sharding.PartitionSpec("contexts"), jax.sharding.PartitionSpec()
-    reference = split if game.log_omega_ref.shape[0] == num_contexts > 1 else whole
-    specs = Game(split, split, split, reference, whole, whole)
+    eta_leader, eta_follower = arguments.pop("eta_leader"), arguments.pop("eta_follower")
+    smida.check_step_sizes(game, eta_leader=eta_leader, eta_follower=eta_follower)
+    run, specs = _sharded(mesh, game.log_omega_ref.shape[0] == num_contexts > 1, tuple(sorted(arguments.items())))
     game = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec)), game, specs)
+    return run(game, eta_leader, eta_follower)
+
+
+@functools.lru_cache
+def _sharded(mesh: jax.sharding.Mesh, split_reference: bool, arguments: tuple) -> tuple[Any, Game]:
+    """The program of `solve_sharded` and how it wants a game laid out; cached: a second call compiles nothing."""
+    split, whole = jax.sharding.PartitionSpec("contexts"), jax.sharding.PartitionSpec()
+    specs = Game(split, split, split, split if split_reference else whole, whole, whole)
     out = smida.Solution(split, split, split, split, split, jax.sharding.PartitionSpec(None, "contexts"))
-    run = jax.shard_map(
-        lambda game: smida.solve(game, **arguments), mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False
-    )
-    return jax.jit(run)(game)
+
+    def solve(game, eta_leader, eta_follower):
+        return smida.solve(game, eta_leader=eta_leader, eta_follower=eta_follower, **dict(arguments))
+
+    in_specs = (specs, whole, whole)
+    return jax.jit(jax.shard_map(solve, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False)), specs
 
 
 def context_blocks(
@@ -141,11 +151,17 @@ def solve_blocks(blocks: Iterable[Game], **arguments: Any) -> Iterator[smida.Sol
       the solution of each block, as NumPy arrays.
     """
     size = None
+    x64 = jax.config.jax_enable_x64  # `jax.enable_x64` holds for one thread
+
+    def read() -> Game | None:
+        with jax.enable_x64(x64):
+            return next(iterator, None)
+
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="blocks") as reader:
         iterator = iter(blocks)
-        upcoming = reader.submit(next, iterator, None)
+        upcoming = reader.submit(read)
         while (game := upcoming.result()) is not None:
-            upcoming = reader.submit(next, iterator, None)
+            upcoming = reader.submit(read)
             count = game.utility.shape[0]
             size = size or count
             solution = smida.solve(pad_contexts(game, size), **arguments)

@@ -15,6 +15,7 @@ from stackalign.games.game import Game
 _BLOCK = 2**18
 
 
+@jax.jit
 def tilted(game: Game, weight: jax.Array) -> jax.Array:
     """Log-probabilities `[X, L, F]` proportional to `omega_ref exp(weight u)`.
 
@@ -26,6 +27,7 @@ def tilted(game: Game, weight: jax.Array) -> jax.Array:
     return jax.nn.log_softmax(game.log_omega_ref + _times(weight, below), axis=-1)
 
 
+@jax.jit
 def costs(game: Game, weights: jax.Array, decays: jax.Array) -> jax.Array:
     """The Leader's costs (equation 5) against tilts of the Follower.
 
