@@ -40,6 +40,9 @@ EXTRAS_REQUIRE = {
     "test": [
         "hypothesis>=6.100",
         "import-linter>=2.5,<3",
+        "ipykernel>=6.29",
+        "nbclient>=0.10",
+        "nbformat>=5.10",
         "peft>=0.21,<0.22",
         "pytest>=8.4",
         "ruff>=0.17,<0.18",

@@ -2,6 +2,8 @@
 
     python -m experiments.bench --suite=lm                       # about 5 minutes on two CPU cores
     python -m experiments.bench --suite=lm --only='decode_(1|4)$' --repeats=5
+    python -m experiments.bench --suite=tabular                  # about 5 minutes
+    python -m experiments.bench --suite=population
 
 Prints one JSON object a line. The first, "machine", says where it ran; every other is a row:
 
@@ -18,6 +20,13 @@ Suite lm: `decode_ROWS` is sampling at temperature 0.7 and top-p 0.9 (`_greedy`:
 SmolLM2-135M, prompts of 64 tokens and 64 new ones, against `transformers`; `train_dpo_lora` a DPO step on a LoRA of
 rank 16 against PEFT; `judge_over_combat` the seconds that four agents take to judge a round of duels, as a share of
 those that generating it took, `bound` what that may cost.
+
+Suite tabular: steps a second of SMIDA on one game with X contexts and Y actions of each player, against transcriptions
+of the algorithm in NumPy (`tabular_numpy_...`) and jitted JAX (`tabular_jit_...`), up to a utility of 4 GiB;
+`tabular_growth` is how the time grows with X and Y, `tabular_memory_...` the peak memory, `tabular_games_...` small
+games a second.
+
+Suite population: simulated iterations of a pool a second, against NumPy.
 """
 
 import json
@@ -30,9 +39,9 @@ import time
 import jax
 from absl import app, flags
 
-from experiments.benches import lm
+from experiments.benches import lm, population, tabular
 
-SUITES = {"lm": lm}
+SUITES = {"lm": lm, "population": population, "tabular": tabular}
 
 FLAGS = flags.FLAGS
 

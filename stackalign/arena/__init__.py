@@ -1,6 +1,6 @@
-"""Duels as arrays: matching, judging, reputations."""
+"""Duels as arrays: matching, judging, reputations, and a simulated pool."""
 
-from stackalign.arena import aggregation, bradley_terry, convergence, duels, matching, reputation
+from stackalign.arena import aggregation, bradley_terry, convergence, duels, matching, population, reputation
 from stackalign.arena.aggregation import aggregate
 from stackalign.arena.duels import Outcome, play
 from stackalign.arena.matching import active_models, opponent_probabilities, relative_gaps, sample_opponents
@@ -19,6 +19,7 @@ __all__ = [
     "matching",
     "opponent_probabilities",
     "play",
+    "population",
     "relative_gaps",
     "reputation",
     "sample_opponents",
