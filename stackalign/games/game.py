@@ -72,7 +72,7 @@ def make_game(
     num_contexts, num_leader, num_follower = utility.shape
     if prior is None:
         prior = np.full(num_contexts, 1.0 / num_contexts)
-    prior = np.asarray(prior, np.float64)
+    prior = _numbers("prior", prior)
     if prior.shape != (num_contexts,):
         raise ValueError(f"prior must have shape [{num_contexts}], one entry a context of utility, got {prior.shape}")
     _distribution("prior", prior, prior, dtype)
@@ -82,11 +82,18 @@ def make_game(
     log_omega_ref = _reference("omega_ref", omega_ref, log_omega_ref, utility.shape, dtype)
     taus = {"tau_leader": tau_leader, "tau_follower": tau_follower}
     for name, value in taus.items():
-        value = np.asarray(value, np.float64)
+        value = _numbers(name, value)
         if value.shape != () or not 0.0 <= value < np.inf:
             raise ValueError(f"{name} must be one finite number >= 0, got {value}")
     game = Game(utility, prior / prior.sum(), log_pi_ref, log_omega_ref, **taus)
     return Game(*(jnp.asarray(leaf, dtype) for leaf in game))
+
+
+def _numbers(name: str, values: ArrayLike) -> np.ndarray:
+    try:
+        return np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be numbers of one shape: {error}") from error
 
 
 def _finite(name: str, values: np.ndarray, dtype) -> np.ndarray:
@@ -122,10 +129,10 @@ def _reference(name: str, probabilities, log_probabilities, shape: tuple[int, ..
     if probabilities is not None and log_probabilities is not None:
         raise ValueError(f"give {name} or log_{name}, not both")
     if log_probabilities is not None:
-        log_values = np.asarray(log_probabilities, np.float64)
+        log_values = _numbers(f"log_{name}", log_probabilities)
         values = np.exp(log_values)
     else:
-        values = np.asarray(probabilities, np.float64)
+        values = _numbers(name, probabilities)
         with np.errstate(divide="ignore", invalid="ignore"):
             log_values = np.log(values)
     fits = 1 <= values.ndim <= len(shape) and values.shape[-1] == shape[-1]
