@@ -106,7 +106,8 @@ def step(state: State, game: Game, *, eta_leader: float, eta_follower: float) ->
     Args:
       state: the iterate.
       game: the game; both taus positive.
-      eta_leader: step size of the Leader; see `check_step_sizes`, which this function does not call.
+      eta_leader: step size of the Leader; see `check_step_sizes`, which this function does not call. A product
+        `eta tau` above 1, which condition 6 rules out but for rounding, counts as 1.
       eta_follower: step size of the Follower.
     """
     return State(
