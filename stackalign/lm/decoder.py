@@ -11,6 +11,9 @@ Parameters::
                                   "mlp_norm": [d], "gate_up": [2f, d], "down": [d, f]}, ...),
      "final_norm": [d], "lm_head": [V, d] (only when untied)}
 
+with, where the configuration asks for them, "qkv_bias" `[(H + 2·Hkv)·hd]`, "q_norm" and "k_norm" `[hd]`, and
+"post_attn_norm" and "post_mlp_norm" `[d]` in every layer; a parallel block has no "mlp_norm".
+
 Layers are a tuple, so a decoding step is unrolled without slicing stacked weights; `remat` trades the activations of a
 training step for one more forward pass of each layer.
 """
@@ -21,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from stackalign.lm import lora
-from stackalign.lm.config import DecoderConfig
+from stackalign.lm.config import DecoderConfig, DividedRope
 
 MASKED = -1e30  # finite, so a fully masked (padding) query gives a uniform row and never 0/0
 
@@ -34,13 +37,21 @@ class LayerCache(NamedTuple):
     values: jax.Array
 
 
-def rope_frequencies(config: DecoderConfig) -> jax.Array:
-    """Inverse frequencies `[hd/2]` in radians a position, float32, with Llama-3 scaling where the config has it."""
-    half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+def rope_frequencies(config: DecoderConfig, *, local: bool = False) -> jax.Array:
+    """Inverse frequencies `[rotary_dim / 2]` in radians a position, float32, scaled as the config says.
+
+    Args:
+      config: the model's.
+      local: those of the layers with a window, where they have a base of their own.
+    """
+    half = config.rotary_size // 2
+    theta = config.local_rope_theta if local and config.local_rope_theta is not None else config.rope_theta
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     scaling = config.rope_scaling
-    if scaling is None:
+    if scaling is None or (local and config.local_rope_theta is not None):
         return frequencies
+    if isinstance(scaling, DividedRope):
+        return frequencies / jnp.asarray(scaling.divisors, jnp.float32)
     wavelengths = 2 * jnp.pi / frequencies
     low = scaling.original_max_positions / scaling.low_freq_factor
     high = scaling.original_max_positions / scaling.high_freq_factor
@@ -52,23 +63,43 @@ def rope_frequencies(config: DecoderConfig) -> jax.Array:
     return jnp.where((wavelengths <= low) & (wavelengths >= high), blended, scaled)
 
 
-def rope(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[hd/2, rows, length]`, float32, of integer `positions` `[rows, length]`."""
-    angles = rope_frequencies(config)[:, None, None] * positions.astype(jnp.float32)
-    return jnp.cos(angles), jnp.sin(angles)
+def rope(config: DecoderConfig, positions: jax.Array, *, local: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[rotary_dim / 2, rows, length]`, float32, of integer `positions` `[rows, length]`."""
+    angles = rope_frequencies(config, local=local)[:, None, None] * positions.astype(jnp.float32)
+    size = config.rope_scaling.attention_factor if isinstance(config.rope_scaling, DividedRope) and not local else 1.0
+    return jnp.cos(angles) * size, jnp.sin(angles) * size
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the two halves of each head of `x` `[heads, hd, rows, length]` (the `rotate_half` convention)."""
-    first, second = jnp.split(x, 2, axis=1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1).astype(x.dtype)
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
+    """Rotates the first features of each head of `x` `[heads, hd, rows, length]`; the rest pass.
+
+    Args:
+      x: queries or keys.
+      cos, sin: `[pairs, rows, length]`.
+      interleaved: a pair is features 2i and 2i + 1; otherwise i and pairs + i (the `rotate_half` convention).
+    """
+    pairs = cos.shape[0]
+    turned, passed = x[:, : 2 * pairs], x[:, 2 * pairs :]
+    if interleaved:
+        turned = turned.reshape(x.shape[0], pairs, 2, *x.shape[2:])
+        first, second = turned[:, :, 0], turned[:, :, 1]
+        out = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=2)
+        out = out.reshape(x.shape[0], 2 * pairs, *x.shape[2:])
+    else:
+        first, second = jnp.split(turned, 2, axis=1)
+        out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+    out = out.astype(x.dtype)
+    return jnp.concatenate([out, passed], axis=1) if passed.shape[1] else out
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """RMS norm over the feature axis 0, in float32."""
+def normalise(config: DecoderConfig, x: jax.Array, scale: jax.Array, axis: int = 0) -> jax.Array:
+    """The configuration's norm over the features of `x` at `axis`, in float32: RMS, or layer norm without bias."""
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=0, keepdims=True) + eps)
-    return (wide * scale.astype(jnp.float32)[:, None, None]).astype(x.dtype)
+    if config.norm == "layer":
+        wide = wide - jnp.mean(wide, axis=axis, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axis, keepdims=True) + config.norm_eps)
+    scale = (scale.astype(jnp.float32) + config.norm_offset)[:, None, None]
+    return (wide * scale).astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -93,13 +124,14 @@ def _project_backward(operands, gradient):
 project.defvjp(_project_forward, _project_backward)
 
 
-def attend(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+def attend(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
     """Grouped-query attention.
 
     Args:
       query: `[H, hd, rows, length]`; query head h uses key head h // (H / Hkv).
       keys, values: `[Hkv, hd, rows, slots]`.
       mask: bool `[rows, length, slots]`, True where a query may look.
+      scale: factor of the logits, usually `hd ** -0.5`.
 
     Returns:
       `[H, hd, rows, length]`; softmax in float32.
@@ -111,7 +143,7 @@ def attend(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array
     # queries and results only, and nothing of a `LayerCache`.
     query = query.reshape(kv_heads, groups, head_dim, rows, length).transpose(0, 3, 1, 4, 2)
     query = query.reshape(kv_heads, rows, groups * length, head_dim)
-    logits = jnp.matmul(query, keys.transpose(0, 2, 1, 3), preferred_element_type=jnp.float32) * head_dim**-0.5
+    logits = jnp.matmul(query, keys.transpose(0, 2, 1, 3), preferred_element_type=jnp.float32) * scale
     logits = jnp.where(mask[None, :, None], logits.reshape(kv_heads, rows, groups, length, -1), MASKED)
     weights = jax.nn.softmax(logits, axis=-1).astype(values.dtype).reshape(kv_heads, rows, groups * length, -1)
     out = jnp.matmul(weights, values.transpose(0, 2, 3, 1)).reshape(kv_heads, rows, groups, length, head_dim)
@@ -136,12 +168,16 @@ def block(layer, adapter, config: DecoderConfig, h, rotary, mask, cache=None, sl
     """
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     _, num_rows, length = h.shape
-    x = rms_norm(h, layer["attn_norm"], config.norm_eps)
+    x = normalised = normalise(config, h, layer["attn_norm"])
     qkv = project(layer["qkv"], x)
+    if config.qkv_bias:
+        qkv = qkv + layer["qkv_bias"][:, None, None]
     q, k, v = jnp.split(qkv, [heads * head_dim, (heads + kv_heads) * head_dim], axis=0)
     q, k, v = (y + lora.delta(adapter, name, x, rows) for name, y in (("q", q), ("k", k), ("v", v)))
-    q = rotate(q.reshape(heads, head_dim, num_rows, length), *rotary)
-    k = rotate(k.reshape(kv_heads, head_dim, num_rows, length), *rotary)
+    q, k = q.reshape(heads, head_dim, num_rows, length), k.reshape(kv_heads, head_dim, num_rows, length)
+    if config.qk_norm:
+        q, k = normalise(config, q, layer["q_norm"], axis=1), normalise(config, k, layer["k_norm"], axis=1)
+    q, k = (rotate(x, *rotary, interleaved=config.rope_interleaved) for x in (q, k))
     v = v.reshape(kv_heads, head_dim, num_rows, length)
     if cache is not None:
         k, v = k.transpose(0, 2, 1, 3).astype(cache.keys.dtype), v.transpose(0, 2, 3, 1).astype(cache.values.dtype)
@@ -150,17 +186,29 @@ def block(layer, adapter, config: DecoderConfig, h, rotary, mask, cache=None, sl
             jax.lax.dynamic_update_slice(cache.values, v, (0, 0, slot, 0)),
         )
         k, v = cache.keys.transpose(0, 2, 1, 3), cache.values.transpose(0, 3, 1, 2)
-    x = attend(q, k, v, mask).reshape(heads * head_dim, num_rows, length)
-    h = h + project(layer["o"], x) + lora.delta(adapter, "o", x, rows)
-    x = rms_norm(h, layer["mlp_norm"], config.norm_eps)
+    x = attend(q, k, v, mask, config.attention_scale or head_dim**-0.5).reshape(heads * head_dim, num_rows, length)
+    x = project(layer["o"], x) + lora.delta(adapter, "o", x, rows)
+    h = h + (normalise(config, x, layer["post_attn_norm"]) if config.post_norms else x)
+    x = normalised if config.parallel else normalise(config, h, layer["mlp_norm"])
     gate, up = jnp.split(project(layer["gate_up"], x), 2, axis=0)
     gate, up = gate + lora.delta(adapter, "gate", x, rows), up + lora.delta(adapter, "up", x, rows)
-    x = jax.nn.silu(gate) * up
-    return h + project(layer["down"], x) + lora.delta(adapter, "down", x, rows), cache
+    x = (jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
+    x = project(layer["down"], x) + lora.delta(adapter, "down", x, rows)
+    return h + (normalise(config, x, layer["post_mlp_norm"]) if config.post_norms else x), cache
 
 
 def apply(
-    params, adapters, config: DecoderConfig, tokens, positions, mask, caches=None, slot=0, rows=None, remat=False
+    params,
+    adapters,
+    config: DecoderConfig,
+    tokens,
+    positions,
+    mask,
+    caches=None,
+    slot=0,
+    rows=None,
+    remat=False,
+    slot_positions=None,
 ):
     """Runs all layers.
 
@@ -175,20 +223,34 @@ def apply(
       slot: first cache slot that this call writes.
       rows: `lora.Rows` or None.
       remat: recompute each layer in the backward pass instead of storing its activations.
+      slot_positions: int `[rows, slots]`, position of each slot's token in its sequence; `positions` by default. Only
+        layers with a window look at it.
 
     Returns:
-      `(hidden, caches)`: hidden `[d, rows, length]` after the final norm.
+      `(hidden, caches)`: hidden `[d, rows, length]` after the final norm, times the configuration's `logit_scale`.
     """
     h = params["embed"][tokens].transpose(2, 0, 1)
-    rotary = rope(config, positions)
+    if config.embed_scale != 1.0:
+        # As the embedding's dtype holds it, which is how such models were trained.
+        h = h * jnp.asarray(config.embed_scale, h.dtype)
+    distance = None
+    if any(config.windows):
+        distance = positions[:, :, None] - (positions if slot_positions is None else slot_positions)[:, None, :]
+    rotaries = {local: rope(config, positions, local=local) for local in {bool(w) for w in config.layer_windows}}
+    masks = {window: mask if window is None else mask & (distance < window) for window in set(config.layer_windows)}
     step = jax.checkpoint(block, static_argnums=(2,)) if remat else block
     new_caches = []
     for index, layer in enumerate(params["layers"]):
         adapter = None if adapters is None else adapters[index]
         cache = None if caches is None else caches[index]
-        h, cache = step(layer, adapter, config, h, rotary, mask, cache, slot, lora.per_layer(rows, index))
+        window = config.layer_windows[index]
+        layer_rows = lora.per_layer(rows, index)
+        h, cache = step(layer, adapter, config, h, rotaries[bool(window)], masks[window], cache, slot, layer_rows)
         new_caches.append(cache)
-    return rms_norm(h, params["final_norm"], config.norm_eps), None if caches is None else tuple(new_caches)
+    h = normalise(config, h, params["final_norm"])
+    if config.logit_scale != 1.0:
+        h = h * config.logit_scale
+    return h, None if caches is None else tuple(new_caches)
 
 
 def init_caches(config: DecoderConfig, num_rows: int, slots: int, dtype=jnp.float32) -> tuple[LayerCache, ...]:
@@ -241,22 +303,28 @@ def init(key: jax.Array, config: DecoderConfig, dtype=jnp.float32):
     def matrix(key, out, fan_in, scale=1.0):
         return (jax.random.normal(key, (out, fan_in)) * scale * fan_in**-0.5).astype(dtype)
 
+    def norm(size):
+        return jnp.full(size, 1.0 - config.norm_offset, dtype)
+
     def layer(key):
         qkv, o, gate_up, down = jax.random.split(key, 4)
         residual = (2 * config.num_layers) ** -0.5
         return {
-            "attn_norm": jnp.ones(d, dtype),
+            "attn_norm": norm(d),
             "qkv": matrix(qkv, q + 2 * kv, d),
             "o": matrix(o, d, q, residual),
-            "mlp_norm": jnp.ones(d, dtype),
             "gate_up": matrix(gate_up, 2 * f, d),
             "down": matrix(down, d, f, residual),
+            **({"qkv_bias": jnp.zeros(q + 2 * kv, dtype)} if config.qkv_bias else {}),
+            **({"q_norm": norm(hd), "k_norm": norm(hd)} if config.qk_norm else {}),
+            **({"post_attn_norm": norm(d), "post_mlp_norm": norm(d)} if config.post_norms else {}),
+            **({} if config.parallel else {"mlp_norm": norm(d)}),
         }
 
     params = {
         "embed": (jax.random.normal(embed_key, (config.vocab_size, d)) * 0.02).astype(dtype),
         "layers": tuple(layer(key) for key in layer_keys),
-        "final_norm": jnp.ones(d, dtype),
+        "final_norm": norm(d),
     }
     if not config.tie_embeddings:
         params["lm_head"] = matrix(head_key, config.vocab_size, d)

@@ -190,12 +190,15 @@ def generate(
     slots = prompt_length + max_new_tokens
     caches = decoder.init_caches(config, num_rows, prompt_length, params["embed"].dtype)
     visible = jnp.pad(prompt_mask, ((0, 0), (0, max_new_tokens)))
+    prompt_positions = decoder.positions_of(prompt_mask)
+    new_positions = lengths[:, None] + jnp.arange(max_new_tokens)
+    slot_positions = jnp.concatenate([prompt_positions, new_positions], axis=1)
     hidden, caches = decoder.apply(
         params,
         adapters,
         config,
         prompts,
-        decoder.positions_of(prompt_mask),
+        prompt_positions,
         decoder.causal_mask(prompt_mask),
         caches,
         0,
@@ -220,9 +223,11 @@ def generate(
         step, caches, token, out, done = state
         slot = prompt_length + step - 1
         seen = visible | ((jnp.arange(slots) >= prompt_length) & (jnp.arange(slots) <= slot))[None]
+        position = (lengths + step - 1)[:, None]
         hidden, caches = decoder.apply(
-            params, adapters, config, token[:, None], (lengths + step - 1)[:, None], seen[:, None], caches, slot, rows
-        )
+            params, adapters, config, token[:, None], position, seen[:, None], caches, slot, rows,
+            slot_positions=slot_positions,
+        )  # fmt: skip
         token, log_prob = pick(step, hidden[:, :, 0])
         out = write(step, out, token, log_prob, done)
         return step + 1, caches, token, out, done | out.finished

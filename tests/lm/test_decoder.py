@@ -129,7 +129,7 @@ def test_attend_by_loops():
     keys, values = rng.standard_normal((2, 2, 4, 2, 5)).astype(np.float32)
     mask = rng.random((2, 3, 5)) < 0.6
     mask[..., 0] = True
-    found = np.asarray(decoder.attend(query, keys, values, mask))
+    found = np.asarray(decoder.attend(query, keys, values, mask, 0.5))
     for head, row, position in np.ndindex(6, 2, 3):
         logits = keys[head // 3, :, row].T @ query[head, :, row, position] / 2.0
         chosen = np.where(mask[row, position], np.exp(logits), 0)
@@ -251,7 +251,7 @@ def test_bfloat16_stays_near_float32(params):
 
 def test_norm_is_computed_in_float32():
     x = jnp.full((24, 1, 1), 200.0, jnp.float16)  # the squares overflow float16
-    np.testing.assert_allclose(decoder.rms_norm(x, jnp.ones(24), 1e-5), np.ones((24, 1, 1)), rtol=1e-3)
+    np.testing.assert_allclose(decoder.normalise(CONFIG, x, jnp.ones(24)), np.ones((24, 1, 1)), rtol=1e-3)
 
 
 def test_remat_changes_neither_values_nor_gradients(params):

@@ -126,7 +126,7 @@ def test_config_default_rope_is_none(spelling):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"model_type": "qwen2"}, "qwen2"),
+        ({"model_type": "falcon"}, "falcon"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),

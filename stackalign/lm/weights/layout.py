@@ -16,29 +16,58 @@ class CheckpointError(ValueError):
     """A checkpoint that does not hold the parameters its configuration asks for; names the file and the tensor."""
 
 
-def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shape `[out, in]` of every tensor, under the names of a Hugging Face llama checkpoint."""
+def layer_parts(config: DecoderConfig) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Parameter of a layer to the tensors of a Hugging Face checkpoint that are its row blocks, and their rows.
+
+    Names are relative to the layer, without ".weight" or ".bias".
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
-    query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    heads = (("self_attn.q_proj", query), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv))
+    fused = config.family == "phi3"
+    parts: dict[str, tuple[tuple[str, int], ...]] = {
+        "attn_norm": (("input_layernorm", hidden),),
+        "qkv": (("self_attn.qkv_proj", query + 2 * kv),) if fused else heads,
+        "o": (("self_attn.o_proj", hidden),),
+        "gate_up": (("mlp.gate_up_proj", 2 * inner),) if fused else (("mlp.gate_proj", inner), ("mlp.up_proj", inner)),
+        "down": (("mlp.down_proj", hidden),),
+    }
+    if config.qkv_bias:
+        parts["qkv_bias"] = heads
+    if config.qk_norm:
+        parts["q_norm"] = (("self_attn.q_norm", config.head_dim),)
+        parts["k_norm"] = (("self_attn.k_norm", config.head_dim),)
+    if config.post_norms:
+        parts["post_attn_norm"] = (("post_attention_layernorm", hidden),)
+        parts["mlp_norm"] = (("pre_feedforward_layernorm", hidden),)
+        parts["post_mlp_norm"] = (("post_feedforward_layernorm", hidden),)
+    elif not config.parallel:
+        parts["mlp_norm"] = (("post_attention_layernorm", hidden),)
+    return parts
+
+
+def _columns(config: DecoderConfig, part: str) -> tuple[int, ...]:
+    """Shape behind the rows: () for vectors."""
+    inputs = {
+        "qkv": config.hidden_size, "o": config.num_heads * config.head_dim,
+        "gate_up": config.hidden_size, "down": config.intermediate_size,
+    }  # fmt: skip
+    return (inputs[part],) if part in inputs else ()
+
+
+def _tensor(layer: int, name: str, part: str) -> str:
+    return f"model.layers.{layer}.{name}.{'bias' if part.endswith('_bias') else 'weight'}"
+
+
+def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shape `[out, in]` of every tensor, under the names of a Hugging Face checkpoint of the configuration's family."""
+    result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
-        result |= {
-            f"model.layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "input_layernorm": (hidden,),
-                "self_attn.q_proj": (query_rows, hidden),
-                "self_attn.k_proj": (kv_rows, hidden),
-                "self_attn.v_proj": (kv_rows, hidden),
-                "self_attn.o_proj": (hidden, query_rows),
-                "post_attention_layernorm": (hidden,),
-                "mlp.gate_proj": (inner, hidden),
-                "mlp.up_proj": (inner, hidden),
-                "mlp.down_proj": (hidden, inner),
-            }.items()
-        }
-    result["model.norm.weight"] = (hidden,)
+        for part, blocks in layer_parts(config).items():
+            result |= {_tensor(layer, name, part): (rows, *_columns(config, part)) for name, rows in blocks}
+    result["model.norm.weight"] = (config.hidden_size,)
     if not config.tie_embeddings:
-        result["lm_head.weight"] = (config.vocab_size, hidden)
+        result["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     return result
 
 
@@ -64,20 +93,15 @@ def allocate(config: DecoderConfig, dtype: Any) -> tuple[dict[str, Any], dict[st
         views.update(zip(names, np.split(whole, np.cumsum(rows)[:-1]), strict=True))
         return whole
 
-    def layer(prefix: str) -> dict[str, np.ndarray]:
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    def layer(index: int) -> dict[str, np.ndarray]:
         return {
-            "attn_norm": buffer(f"{prefix}.input_layernorm.weight"),
-            "qkv": buffer(*(f"{attention}.{part}_proj.weight" for part in "qkv")),
-            "o": buffer(f"{attention}.o_proj.weight"),
-            "mlp_norm": buffer(f"{prefix}.post_attention_layernorm.weight"),
-            "gate_up": buffer(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-            "down": buffer(f"{mlp}.down_proj.weight"),
+            part: buffer(*(_tensor(index, name, part) for name, _ in blocks))
+            for part, blocks in layer_parts(config).items()
         }
 
     params: dict[str, Any] = {
         "embed": buffer("model.embed_tokens.weight"),
-        "layers": tuple(layer(f"model.layers.{index}") for index in range(config.num_layers)),
+        "layers": tuple(map(layer, range(config.num_layers))),
         "final_norm": buffer("model.norm.weight"),
     }
     if not config.tie_embeddings:

@@ -17,17 +17,28 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _DERIVED = ".rotary_emb.inv_freq"  # written by old versions; follows from the configuration
+# Where checkpoints with a vision part keep their text part, and what of theirs is not text.
+_TEXT = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+_VISION = ("vision_tower.", "multi_modal_projector.", "mm_projector.", "image_newline", "vision_model.")
 
 
 def load(folder: pathlib.Path, *, dtype: Any = np.float32) -> tuple[lm_config.DecoderConfig, dict[str, Any]]:
     """Reads configuration and parameters of a checkpoint folder; see `stackalign.lm.weights.load`."""
-    config = lm_config.from_hf(_read_json(folder / "config.json"))
+    fields = _read_json(folder / "config.json")
+    config = lm_config.from_hf(fields)
     with contextlib.ExitStack() as stack:
         found, readers = _open_all(folder, stack)
+        with_vision = lm_config.has_vision_part(fields)
+        stored = {_text_name(name) if with_vision else name: name for name in found}
+        found = {name: found[stored[name]] for name in stored if name is not None}
 
         def read(name: str) -> np.ndarray:
             try:
-                return readers[found[name][0]].get_tensor(name)
+                return readers[found[name][0]].get_tensor(stored[name])
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{found[name][0]}: tensor {name!r} can't be read: {error}") from error
 
@@ -46,6 +57,16 @@ def load(folder: pathlib.Path, *, dtype: Any = np.float32) -> tuple[lm_config.De
         for name, view in views.items():
             layout.store(view, read(name), found[name][0], name)
     return config, params
+
+
+def _text_name(name: str) -> str | None:
+    """A tensor's name in the text model alone; None where it belongs to a vision part."""
+    if name.removeprefix("model.").startswith(_VISION):
+        return None
+    for stored, own in _TEXT:
+        if name.startswith(stored):
+            return own + name.removeprefix(stored)
+    return name
 
 
 def _open_all(
