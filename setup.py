@@ -45,6 +45,7 @@ EXTRAS_REQUIRE = {
         "nbformat>=5.10",
         "peft>=0.21,<0.22",
         "pytest>=8.4",
+        "pytest-xdist>=3.6",
         "ruff>=0.17,<0.18",
         # Only the parity tests use it.
         "torch==2.13.0; python_version < '3.12'",

@@ -94,6 +94,15 @@ def test_no_machine_paths():
     assert [str(path.relative_to(ROOT)) for path in files if pattern.search(path.read_bytes())] == []
 
 
+def test_readme_examples_run():
+    """Every Python block of README.md, as it stands."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        done = run(sys.executable, "-c", block)
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
+
+
 def test_ci_runs_the_readme_command():
     fences = re.findall(r"^ *```.*?\n(.*?)^ *```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     commands = [line.strip() for fence in fences for line in fence.splitlines() if "pytest" in line]

@@ -269,10 +269,14 @@ def _solve(game, eta_leader, eta_follower, tolerance, *, num_steps, record, step
 
     def one_pass(carry, inputs):
         weights, decays, times = inputs
-        # A Follower whose remaining distance is below rounding costs what the best response does.
-        needed = ~jnp.all(carry.stopped) & (decays[0] > jnp.finfo(decays.dtype).eps / 4)
         best = jnp.broadcast_to(solution.follower_value, (steps_per_pass, *solution.follower_value.shape))
-        cost = jax.lax.cond(needed, lambda: tilting.costs(game, weights, decays), lambda: best)
+
+        def follow():
+            return jax.lax.cond(jnp.all(carry.stopped), lambda: best, lambda: tilting.costs(game, weights, decays))
+
+        # A Follower whose remaining distance is below rounding costs what the best response does. Apart from the
+        # condition inside, so that it stays a condition in a batch of games, which stop at different times.
+        cost = jax.lax.cond(decays[0] > jnp.finfo(decays.dtype).eps / 4, follow, lambda: best)
         return jax.lax.scan(one, carry, (cost, times))
 
     shape = (num_passes, steps_per_pass)
