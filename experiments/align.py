@@ -21,6 +21,7 @@ import os
 import pathlib
 import resource
 import sys
+import threading
 import time
 from typing import Any
 
@@ -178,6 +179,10 @@ def run(chosen: dict[str, Any]) -> int:
             prepare.finish(chosen, run_folder, ready, state, progress)
         except KeyboardInterrupt:
             progress.close()
+            # Threads that write a checkpoint would fail aloud if the interpreter shut down under them.
+            for thread in threading.enumerate():
+                if thread is not threading.main_thread() and not thread.daemon:
+                    thread.join(timeout=60)
             print(
                 f"\nstopped; every finished iteration is saved. Go on with\n  python -m experiments.align --resume "
                 f"--run_dir={folder}",

@@ -227,7 +227,8 @@ def finish(chosen, run: runs.Run, ready: Ready, state: align.AlignState, progres
         for index, agent in enumerate(ready.pool.agents):
             slot = ready.pool.members(agent.base).index(index)
             adapter = jax.tree.map(np.asarray, lora.select(stages[stage][agent.base], slot))
-            peft.save(run.path / "agents" / stage / agent.name, adapter, ready.pool.lora, agent.base)
+            model = ready.pool.bases[agent.base].config
+            peft.save(run.path / "agents" / stage / agent.name, adapter, ready.pool.lora, agent.base, model)
     questions = [question for question in ready.test if checkable(question)]
     if not questions:
         return

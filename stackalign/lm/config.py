@@ -292,6 +292,75 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(**common, qkv_bias=model_type == "qwen2", qk_norm=model_type == "qwen3")
 
 
+def to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """A `config.json` of the configuration's family that `from_hf` and transformers read back as the same function.
+
+    Long-rope checkpoints lose the frequencies for contexts beyond the original one, which the configuration does not
+    hold: the context that is written is the original one.
+
+    Raises:
+      UnsupportedModelError: a field that the family's format can't state.
+    """
+    family = _FAMILIES.get(config.family)
+    if family is None:
+        raise _refuse("family", config.family, ", ".join(map(repr, _FAMILIES)))
+    scaling = config.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if isinstance(scaling, RopeScaling):
+        rope |= {
+            "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }  # fmt: skip
+    elif isinstance(scaling, DividedRope) and config.family == "phi3":
+        rope |= {
+            "rope_type": "longrope", "short_factor": list(scaling.divisors), "long_factor": list(scaling.divisors),
+            "attention_factor": scaling.attention_factor, "original_max_position_embeddings": config.max_positions,
+        }  # fmt: skip
+    elif isinstance(scaling, DividedRope):
+        rope |= {"rope_type": "linear", "factor": scaling.divisors[0]}
+    if config.rotary_dim is not None:
+        rope["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+    fields: dict[str, Any] = {
+        "architectures": list(family.architectures), "model_type": config.family, "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
+        "layer_norm_eps" if config.family == "cohere" else "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings, "max_position_embeddings": config.max_positions,
+        "rope_parameters": rope, "hidden_act": "silu",
+    }  # fmt: skip
+    windows = {window for window in config.windows if window is not None}
+    kinds = ["sliding_attention" if window else "full_attention" for window in config.layer_windows]
+    if windows:
+        fields["sliding_window"] = max(windows)
+    elif config.family in ("mistral", "phi3"):
+        fields["sliding_window"] = None
+    if config.family in ("qwen2", "qwen3"):
+        fields |= {"use_sliding_window": bool(windows), "layer_types": kinds}
+        fields["max_window_layers"] = kinds.index("sliding_attention") if windows else config.num_layers
+    elif config.family == "gemma3_text":
+        del fields["hidden_act"]
+        local = config.local_rope_theta or config.rope_theta
+        fields |= {
+            "hidden_activation": "gelu_pytorch_tanh", "layer_types": kinds,
+            "query_pre_attn_scalar": round((config.attention_scale or config.head_dim**-0.5) ** -2),
+            "rope_parameters": {"full_attention": rope,
+                                "sliding_attention": {"rope_type": "default", "rope_theta": local}},
+        }  # fmt: skip
+    elif config.family == "phi3":
+        fields["original_max_position_embeddings"] = config.max_positions
+    elif config.family == "cohere":
+        fields["logit_scale"] = config.logit_scale
+    try:
+        same = from_hf(fields) == config
+    except UnsupportedModelError:
+        same = False
+    if not same:
+        raise UnsupportedModelError(f"a config.json of model_type {config.family!r} can't state this: {config}")
+    return fields
+
+
 def has_vision_part(config: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is that of a checkpoint with a vision part, of which `from_hf` reads the text part."""
     return config.get("model_type") in (*_NESTED, *_FLAT)
@@ -366,7 +435,7 @@ def _longrope_original(text: Mapping[str, Any]) -> Any:
     return _required(text, original)
 
 
-# Keys under "llama." of a GGUF file that are read below or that say nothing about the function.
+# Keys under the architecture's name in a GGUF file that are read below or that say nothing about the function.
 _GGUF_READ = frozenset({
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
     "attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length",
@@ -383,58 +452,86 @@ _GGUF_INERT: Mapping[str, tuple[Any, ...]] = {
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }
+# GGUF architectures, their family, and the further keys that they read.
+_GGUF_FAMILIES: Mapping[str, tuple[str, frozenset[str]]] = {
+    "llama": ("llama", frozenset()),
+    "qwen2": ("qwen2", frozenset()),
+    "qwen3": ("qwen3", frozenset()),
+    "gemma3": ("gemma3_text", frozenset({"attention.sliding_window", "rope.freq_base_swa", "rope.scaling.factor"})),
+}
 
 
 def from_gguf(fields: Mapping[str, Any], *, tie_embeddings: bool) -> DecoderConfig:
-    """Reads the metadata of a GGUF file of architecture llama.
+    """Reads the metadata of a GGUF file of architecture llama, qwen2, qwen3 or gemma3.
 
     A GGUF file does not say in its metadata whether embedding and output are tied (the file then has no tensor
-    `output.weight`) nor how Llama 3 scales its rotary frequencies (the tensor `rope_freqs.weight` does; see
-    `with_rope_factors`).
+    `output.weight`), how Llama 3 scales its rotary frequencies (the tensor `rope_freqs.weight` does; see
+    `with_rope_factors`), nor that every sixth layer of Gemma 3 sees everything and that its 27B model (62 layers)
+    scales attention by the hidden size a head.
 
     Args:
       fields: key to plain Python value; of the tokenizer only `tokenizer.ggml.tokens` is looked at, for its length,
-        where `llama.vocab_size` is absent.
+        where the vocabulary's size is absent.
       tie_embeddings: whether the output projection is the embedding.
 
     Raises:
       UnsupportedModelError: an unsupported architecture or field, or a missing or senseless one; the message names it.
     """
     architecture = _required(fields, "general.architecture")
-    if architecture != "llama":
-        raise _refuse("general.architecture", architecture, "'llama'")
+    if architecture not in _GGUF_FAMILIES:
+        raise _refuse("general.architecture", architecture, ", ".join(map(repr, _GGUF_FAMILIES)))
+    family, reads = _GGUF_FAMILIES[architecture]
+    prefix = f"{architecture}."
     for key, value in fields.items():
-        name = key.removeprefix("llama.")
-        if name == key or name in _GGUF_READ:
+        name = key.removeprefix(prefix)
+        if name == key or name in _GGUF_READ | reads:
             continue
         if value not in _GGUF_INERT.get(name, ()):
             raise _refuse(key, value, " or ".join(map(repr, _GGUF_INERT.get(name, ()))) or "files without that field")
-    scaling = fields.get("llama.rope.scaling.type", "none")
-    if scaling != "none":
-        raise _refuse("llama.rope.scaling.type", scaling, "'none'")
 
-    num_heads = _required(fields, "llama.attention.head_count")
-    hidden_size = _required(fields, "llama.embedding_length")
-    head_dim = _head_dim(fields.get("llama.attention.key_length"), hidden_size, num_heads)
-    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
+    num_heads = _required(fields, f"{prefix}attention.head_count")
+    hidden_size = _required(fields, f"{prefix}embedding_length")
+    num_layers = _required(fields, f"{prefix}block_count")
+    head_dim = _head_dim(fields.get(f"{prefix}attention.key_length"), hidden_size, num_heads)
+    for key in (f"{prefix}attention.value_length", f"{prefix}rope.dimension_count"):
         if fields.get(key, head_dim) != head_dim:
             raise _refuse(key, fields[key], f"the head size, {head_dim}")
-    vocab_size = fields.get("llama.vocab_size")
+    scaling = fields.get(f"{prefix}rope.scaling.type", "none")
+    rope_scaling = None
+    if scaling == "linear" and family == "gemma3_text":
+        factor = float(_required(fields, f"{prefix}rope.scaling.factor"))
+        rope_scaling = DividedRope((factor,) * (head_dim // 2))
+    elif scaling != "none":
+        raise _refuse(f"{prefix}rope.scaling.type", scaling, "'none'" + (" or 'linear'" if reads else ""))
+    vocab_size = fields.get(f"{prefix}vocab_size")
     if vocab_size is None:
         vocab_size = len(_required(fields, "tokenizer.ggml.tokens"))
+    extra: dict[str, Any] = {}
+    if family == "gemma3_text":
+        _check_count(f"{prefix}block_count", num_layers)
+        window = _required(fields, f"{prefix}attention.sliding_window")
+        extra = {
+            "activation": "gelu_tanh", "norm_offset": 1.0, "qk_norm": True, "post_norms": True,
+            "embed_scale": hidden_size**0.5, "local_rope_theta": fields.get(f"{prefix}rope.freq_base_swa", 10000.0),
+            "windows": tuple(window if (layer + 1) % 6 else None for layer in range(num_layers)),
+            "attention_scale": (hidden_size / num_heads if num_layers == 62 else head_dim) ** -0.5,
+        }  # fmt: skip
     return DecoderConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=_required(fields, "llama.feed_forward_length"),
-        num_layers=_required(fields, "llama.block_count"),
+        intermediate_size=_required(fields, f"{prefix}feed_forward_length"),
+        num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=fields.get("llama.attention.head_count_kv", num_heads),
+        num_kv_heads=fields.get(f"{prefix}attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        norm_eps=_required(fields, "llama.attention.layer_norm_rms_epsilon"),
-        rope_theta=fields.get("llama.rope.freq_base", 10000.0),
-        rope_scaling=None,
+        norm_eps=_required(fields, f"{prefix}attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.get(f"{prefix}rope.freq_base", 1e6 if family == "gemma3_text" else 10000.0),
+        rope_scaling=rope_scaling,
         tie_embeddings=tie_embeddings,
-        max_positions=_required(fields, "llama.context_length"),
+        max_positions=_required(fields, f"{prefix}context_length"),
+        qkv_bias=family == "qwen2",
+        family=family,
+        **{"qk_norm": family == "qwen3", **extra},
     )
 
 

@@ -167,6 +167,25 @@ def load(path: str | os.PathLike[str]) -> ChatTokenizer:
     return tokenizer
 
 
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def save(path: str | os.PathLike[str], folder: pathlib.Path) -> None:
+    """Writes the tokenizer of a Hugging Face folder or a GGUF file (see `load`) into a folder, for others to read."""
+    path = pathlib.Path(path)
+    with tempfile.TemporaryDirectory() as scratch:
+        if not path.is_dir():
+            _convert_gguf(path, pathlib.Path(scratch) / "tokenizer")
+            path = pathlib.Path(scratch) / "tokenizer"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in _FILES:
+            if (path / name).is_file():
+                shutil.copyfile(path / name, folder / name)
+
+
 def _keep(fresh: pathlib.Path, kept: pathlib.Path) -> None:
     """Moves a folder into the cache in one step; a cache that can't be written, or has it by now, is left alone."""
     partial = kept.with_name(f"{kept.name}.{os.getpid()}")

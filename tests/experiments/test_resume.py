@@ -16,7 +16,10 @@ FLAGS = [
 
 
 def start(folder: pathlib.Path, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "experiments.align", *FLAGS, f"--run_dir={folder}", *more]
+    # Tests that a shell started in its background ignore SIGINT, and what they start inherits that.
+    module = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    module += "runpy.run_module('experiments.align', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", module, *FLAGS, f"--run_dir={folder}", *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

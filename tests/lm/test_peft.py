@@ -26,12 +26,12 @@ def product(layer, target, scale):
 
 
 def test_round_trip_is_exact(tmp_path, adapter):
-    peft.save(tmp_path, adapter, SHAPE, "base")
+    peft.save(tmp_path, adapter, SHAPE, "base", CONFIG)
     jax.tree.map(np.testing.assert_array_equal, peft.load(tmp_path, CONFIG, SHAPE), adapter)
 
 
 def test_other_rank_alpha_and_targets_keep_the_function(tmp_path, adapter):
-    peft.save(tmp_path, adapter, SHAPE, "base")
+    peft.save(tmp_path, adapter, SHAPE, "base", CONFIG)
     wider = LoraConfig(rank=5, alpha=20.0, dropout=0.0, targets=("q", "k", "v", "down"))
     for mine, theirs in zip(adapter, peft.load(tmp_path, CONFIG, wider), strict=True):
         assert np.abs(theirs["k"]["b"]).max() == 0
@@ -68,7 +68,7 @@ NAME = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path, adapter, fields, tensors, words):
-    peft.save(tmp_path, adapter, SHAPE, "base")
+    peft.save(tmp_path, adapter, SHAPE, "base", CONFIG)
     change(tmp_path, tensors, **fields)
     with pytest.raises(CheckpointError, match=words):
         peft.load(tmp_path, CONFIG, SHAPE)
@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, adapter, fields, tensors
 def test_missing_and_damaged_files(tmp_path, adapter):
     with pytest.raises(CheckpointError, match="adapter_config.json"):
         peft.load(tmp_path, CONFIG, SHAPE)
-    peft.save(tmp_path, adapter, SHAPE, "base")
+    peft.save(tmp_path, adapter, SHAPE, "base", CONFIG)
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(CheckpointError, match="damaged"):
@@ -96,7 +96,7 @@ def test_the_real_library_reads_what_is_written(tmp_path, adapter):
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    peft.save(tmp_path, adapter, SHAPE, "base")
+    peft.save(tmp_path, adapter, SHAPE, "base", CONFIG)
     merged = reference.PeftModel.from_pretrained(model, str(tmp_path)).merge_and_unload().state_dict()
     for index, layer in enumerate(adapter):
         for target in SHAPE.targets:

@@ -1,11 +1,12 @@
-"""Reads a GGUF file of architecture llama: metadata, and tensors dequantised one at a time.
+"""Reads a GGUF file of architecture llama, qwen2, qwen3 or gemma3: metadata, and tensors dequantised one at a time.
 
-The converter that writes such files interleaves the rows of each query and key head, because its rotary embedding turns
-neighbouring rows; ours, like the original checkpoints', turns row `i` with row `i + head_dim / 2`. Reading undoes it.
+Two things that the converter does to such files are undone. For llama it interleaves the rows of each query and key
+head, because its rotary embedding turns neighbouring rows there; ours, like the original checkpoints', turns row `i`
+with row `i + head_dim / 2`. To the norms of Gemma it adds the 1 that the model adds to them.
 """
 
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,12 @@ _PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
+_GEMMA_PARTS = _PARTS | {"post_attention_layernorm": "post_attention_norm"}
 _WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -36,7 +42,7 @@ def load(file: pathlib.Path, *, dtype: Any = np.float32) -> tuple[lm_config.Deco
     reader = open_reader(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     fields = scalar_fields(reader)
-    if "llama.vocab_size" not in fields:
+    if f"{fields.get('general.architecture')}.vocab_size" not in fields:
         fields |= read_fields(reader, ["tokenizer.ggml.tokens"])
     config = lm_config.from_gguf(fields, tie_embeddings="output.weight" not in tensors)
     if ROPE_FACTORS in tensors:
@@ -44,14 +50,18 @@ def load(file: pathlib.Path, *, dtype: Any = np.float32) -> tuple[lm_config.Deco
         config = lm_config.with_rope_factors(config, factors.tolist())
 
     found = {name: (file, tuple(reversed(tensor.shape.tolist()))) for name, tensor in tensors.items()}
-    layout.check({_native(name): shape for name, shape in layout.shapes(config).items()}, found, file)
+    parts = _GEMMA_PARTS if config.post_norms else _PARTS
+    native = {name: _native(name, parts) for name in layout.shapes(config)}
+    layout.check({native[name]: shape for name, shape in layout.shapes(config).items()}, found, file)
     params, views = layout.allocate(config, dtype)
     for name, view in views.items():
-        value = _dequantize(tensors[_native(name)], file).reshape(view.shape)
-        if ".q_proj." in name or ".k_proj." in name:
+        value = _dequantize(tensors[native[name]], file).reshape(view.shape)
+        if config.family == "llama" and (".q_proj." in name or ".k_proj." in name):
             pairs = value.reshape(-1, config.head_dim // 2, 2, config.hidden_size)
             value = pairs.swapaxes(1, 2).reshape(view.shape)
-        layout.store(view, value, file, _native(name))
+        if config.norm_offset and "norm" in name:
+            value = value - config.norm_offset
+        layout.store(view, value, file, native[name])
     return config, params
 
 
@@ -86,12 +96,12 @@ def read_fields(reader: GGUFReader, keys: Iterable[str]) -> dict[str, Any]:
     return {key: reader.fields[key].contents() for key in keys if key in reader.fields}
 
 
-def _native(name: str) -> str:
-    stem = name.removesuffix(".weight")
+def _native(name: str, parts: Mapping[str, str]) -> str:
+    stem, kind = name.rsplit(".", 1)
     if stem in _WHOLE:
-        return f"{_WHOLE[stem]}.weight"
+        return f"{_WHOLE[stem]}.{kind}"
     index, part = stem.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{index}.{_PARTS[part]}.weight"
+    return f"blk.{index}.{parts[part]}.{kind}"
 
 
 def _dequantize(tensor: Any, file: pathlib.Path) -> np.ndarray:

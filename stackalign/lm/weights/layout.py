@@ -55,7 +55,8 @@ def _columns(config: DecoderConfig, part: str) -> tuple[int, ...]:
     return (inputs[part],) if part in inputs else ()
 
 
-def _tensor(layer: int, name: str, part: str) -> str:
+def tensor_name(layer: int, name: str, part: str) -> str:
+    """Full name of a tensor of `layer_parts`."""
     return f"model.layers.{layer}.{name}.{'bias' if part.endswith('_bias') else 'weight'}"
 
 
@@ -64,7 +65,7 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
         for part, blocks in layer_parts(config).items():
-            result |= {_tensor(layer, name, part): (rows, *_columns(config, part)) for name, rows in blocks}
+            result |= {tensor_name(layer, name, part): (rows, *_columns(config, part)) for name, rows in blocks}
     result["model.norm.weight"] = (config.hidden_size,)
     if not config.tie_embeddings:
         result["lm_head.weight"] = (config.vocab_size, config.hidden_size)
@@ -95,7 +96,7 @@ def allocate(config: DecoderConfig, dtype: Any) -> tuple[dict[str, Any], dict[st
 
     def layer(index: int) -> dict[str, np.ndarray]:
         return {
-            part: buffer(*(_tensor(index, name, part) for name, _ in blocks))
+            part: buffer(*(tensor_name(index, name, part) for name, _ in blocks))
             for part, blocks in layer_parts(config).items()
         }
 

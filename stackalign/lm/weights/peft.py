@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -23,6 +24,10 @@ MODULES = {
     "down": "mlp.down_proj",
 }
 _TARGETS = {module.split(".")[1]: target for target, module in MODULES.items()}
+# Families whose checkpoints hold several of our projections in one: module to its targets, in the order of its rows.
+FUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "phi3": {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
+}
 # Fields of adapter_config.json that change the function, with the values that leave it plain LoRA.
 _PLAIN = {
     "peft_type": ("LORA",),
@@ -42,26 +47,53 @@ Adapter = tuple[Mapping[str, Mapping[str, np.ndarray]], ...]
 
 
 def _key(layer: int, target: str, side: str) -> str:
-    return f"base_model.model.model.layers.{layer}.{MODULES[target]}.lora_{side}.weight"
+    return f"base_model.model.model.layers.{layer}.{MODULES.get(target, target)}.lora_{side}.weight"
 
 
-def save(folder: str | os.PathLike, adapter: Adapter, config: lora.LoraConfig, base_model: str) -> None:
+def _fuse(layer: Mapping[str, Any], parts: tuple[str, ...], rows: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """The adapters of several projections as one of the fused projection: their ranks add up, `b` is block-diagonal."""
+    held = [name for name in parts if name in layer]
+    a = np.concatenate([np.asarray(layer[name]["a"], np.float32) for name in held])
+    b = np.zeros((sum(rows[name] for name in parts), a.shape[0]), np.float32)
+    row = column = 0
+    for name in parts:
+        if name in layer:
+            block = np.asarray(layer[name]["b"], np.float32)
+            b[row : row + block.shape[0], column : column + block.shape[1]] = block
+            column += block.shape[1]
+        row += rows[name]
+    return {"a": a, "b": b}
+
+
+def save(
+    folder: str | os.PathLike, adapter: Adapter, config: lora.LoraConfig, base_model: str, model: DecoderConfig
+) -> None:
     """Writes one agent's adapter as a PEFT folder.
+
+    Where the family's checkpoints fuse projections (Phi-3), so does the adapter, with the sum of their ranks.
 
     Args:
       folder: created if missing.
       adapter: see `Adapter` (`lora.select(stack, index)`).
       config: its shape.
       base_model: name or path of the base, for the reader of the adapter.
+      model: configuration of the base.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        _key(index, target, side.upper()): np.ascontiguousarray(np.asarray(layer[target][side], np.float32))
-        for index, layer in enumerate(adapter)
-        for target in layer
-        for side in ("a", "b")
-    }
+    rows = {target: out for target, (out, _) in lora.target_shapes(model).items()}
+    fused = FUSED.get(model.family, {})
+    alone = [name for name in config.targets if not any(name in parts for parts in fused.values())]
+    fused = {module: parts for module, parts in fused.items() if set(parts) & set(config.targets)}
+    tensors = {}
+    for index, layer in enumerate(adapter):
+        modules = {name: layer[name] for name in alone}
+        modules |= {module: _fuse(layer, parts, rows) for module, parts in fused.items()}
+        for name, sides in modules.items():
+            for side in ("a", "b"):
+                value = np.ascontiguousarray(np.asarray(sides[side], np.float32))
+                tensors[_key(index, name, side.upper())] = value
+    copies = {module.split(".")[1]: len(set(parts) & set(config.targets)) for module, parts in fused.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     described = {
         "peft_type": "LORA",
@@ -70,7 +102,9 @@ def save(folder: str | os.PathLike, adapter: Adapter, config: lora.LoraConfig, b
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": [MODULES[target].split(".")[1] for target in config.targets],
+        "target_modules": [MODULES[target].split(".")[1] for target in alone] + list(copies),
+        "rank_pattern": {module: count * config.rank for module, count in copies.items()},
+        "alpha_pattern": {module: count * config.alpha for module, count in copies.items()},
         "bias": "none",
         "inference_mode": True,
     }
@@ -94,15 +128,22 @@ def load(folder: str | os.PathLike, config: DecoderConfig, shape: lora.LoraConfi
         raise CheckpointError(f"{folder} is not a PEFT adapter folder: {error.filename} is missing") from error
     except (json.JSONDecodeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: damaged adapter: {error}") from error
+    fused = FUSED.get(config.family, {})
+    patterns = {name: described.get(name) or {} for name in ("rank_pattern", "alpha_pattern")} if fused else {}
     for field, plain in _PLAIN.items():
+        if field in patterns and set(patterns[field]) <= {module.split(".")[1] for module in fused}:
+            continue
         if field in described and described[field] not in plain:
             raise CheckpointError(f"{folder}: adapter field {field}={described[field]!r} is not supported (plain LoRA)")
     rank, alpha = described.get("r"), described.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise CheckpointError(f"{folder}: adapter_config.json must give r and lora_alpha, got r={rank!r}, {alpha!r}")
-    if rank > shape.rank:
+    if rank > shape.rank and not FUSED.get(config.family):
         raise CheckpointError(f"{folder}: the adapter has rank {rank}, the run {shape.rank}: pass --lora_rank={rank}")
     targets = described.get("target_modules")
+    if fused and isinstance(targets, list):
+        tensors, targets = _split(folder, tensors, targets, described | patterns, config, shape)
+        rank, alpha = shape.rank, shape.alpha
     unknown = sorted(set(targets or ()) - set(_TARGETS)) if isinstance(targets, list) else [targets]
     missing = [] if unknown else sorted({_TARGETS[name] for name in targets} - set(shape.targets))
     if unknown or missing:
@@ -120,11 +161,7 @@ def load(folder: str | os.PathLike, config: DecoderConfig, shape: lora.LoraConfi
             found = [tensors.pop(_key(index, target, side), None) for side in "AB"]
             if MODULES[target].split(".")[1] in targets:
                 for side, value, expected in zip("AB", found, ((rank, fan_in), (out, rank)), strict=True):
-                    if value is None or value.shape != expected or not np.isfinite(value).all():
-                        what = "missing" if value is None else f"of shape {value.shape} or not finite"
-                        raise CheckpointError(
-                            f"{folder}: tensor {_key(index, target, side)} is {what}; this base needs {expected}"
-                        )
+                    _checked(folder, _key(index, target, side), value, expected)
                 a[:rank], b[:, :rank] = found[0], found[1].astype(np.float32) * ratio
             layer[target] = {"a": a, "b": b}
         layers.append(layer)
@@ -133,3 +170,59 @@ def load(folder: str | os.PathLike, config: DecoderConfig, shape: lora.LoraConfi
             f"{folder}: tensor {min(tensors)} does not belong to this base ({config.num_layers} layers)"
         )
     return tuple(layers)
+
+
+def _split(folder, tensors, targets, described, config: DecoderConfig, shape: lora.LoraConfig):
+    """Tensors and target modules of a PEFT folder with fused projections, as the unfused ones of the run's shape."""
+    sizes, found, kept = lora.target_shapes(config), dict(tensors), []
+    fused = {module.split(".")[1]: (module, parts) for module, parts in FUSED[config.family].items()}
+    plain = {MODULES[name].split(".")[1]: (MODULES[name], (name,)) for name in ("o", "down")}
+    for name in targets:
+        if name not in fused | plain:
+            kept.append(name)
+            continue
+        module, parts = (fused | plain)[name]
+        rank = described["rank_pattern"].get(name, described["r"])
+        ratio = described["alpha_pattern"].get(name, described["lora_alpha"]) / rank / shape.scale
+        kept += [MODULES[part].split(".")[1] for part in parts if part in shape.targets]
+        for index in range(config.num_layers):
+            keys = [_key(index, module, side) for side in "AB"]
+            a, b = (_checked(folder, key, found.pop(key, None), expected) for key, expected in zip(
+                keys, ((rank, sizes[parts[0]][1]), (sum(sizes[part][0] for part in parts), rank)), strict=True
+            ))  # fmt: skip
+            blocks = dict(zip(parts, np.split(b, np.cumsum([sizes[part][0] for part in parts])[:-1]), strict=True))
+            for part, columns in _columns(blocks, [part for part in parts if part in shape.targets], rank).items():
+                if part not in shape.targets and len(columns):
+                    raise CheckpointError(
+                        f"{folder}: the adapter changes {part!r} (in {name}), which is not among the run's "
+                        f"--lora_targets ({','.join(shape.targets)})"
+                    )
+                if len(columns) > shape.rank:
+                    raise CheckpointError(
+                        f"{folder}: the adapter has rank {len(columns)} on {part!r}, the run {shape.rank}: pass "
+                        f"--lora_rank={len(columns)}"
+                    )
+                if part in shape.targets:
+                    out, fan_in = sizes[part]
+                    own_a, own_b = np.zeros((shape.rank, fan_in), np.float32), np.zeros((out, shape.rank), np.float32)
+                    own_a[: len(columns)] = a[columns]
+                    own_b[:, : len(columns)] = blocks[part][:, columns].astype(np.float32) * ratio
+                    found[_key(index, part, "A")], found[_key(index, part, "B")] = own_a, own_b
+    return found, list(dict.fromkeys(kept))
+
+
+def _columns(blocks: Mapping[str, np.ndarray], held: list[str], rank: int) -> dict[str, np.ndarray]:
+    """The columns of a fused `b` that each part uses: its block where `b` is block-diagonal, else those not zero."""
+    each = rank // max(len(held), 1)
+    diagonal = {part: np.arange(place * each, (place + 1) * each) for place, part in enumerate(held)}
+    outside = [np.delete(block, diagonal.get(part, []), axis=1).any() for part, block in blocks.items()]
+    if len(blocks) == 1 or (each * len(held) == rank and not any(outside)):
+        return {part: diagonal.get(part, np.arange(0)) for part in blocks}
+    return {part: np.flatnonzero(block.any(axis=0)) for part, block in blocks.items()}
+
+
+def _checked(folder, key: str, value: np.ndarray | None, expected: tuple[int, ...]) -> np.ndarray:
+    if value is None or value.shape != expected or not np.isfinite(value).all():
+        what = "missing" if value is None else f"of shape {value.shape} or not finite"
+        raise CheckpointError(f"{folder}: tensor {key} is {what}; this base needs {expected}")
+    return value
