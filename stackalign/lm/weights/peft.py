@@ -177,7 +177,7 @@ def _split(folder, tensors, targets, described, config: DecoderConfig, shape: lo
     sizes, found, kept = lora.target_shapes(config), dict(tensors), []
     fused = {module.split(".")[1]: (module, parts) for module, parts in FUSED[config.family].items()}
     plain = {MODULES[name].split(".")[1]: (MODULES[name], (name,)) for name in ("o", "down")}
-    for name in targets:
+    for name in sorted(targets):
         if name not in fused | plain:
             kept.append(name)
             continue
