@@ -39,9 +39,7 @@ def read_config(name: str) -> DecoderConfig:
     if name == "smollm2" or pathlib.Path(name).exists():
         path = fetch.resolve(name)
         if path.is_file():
-            reader = gguf.open_reader(path)
-            tied = not any(tensor.name == "output.weight" for tensor in reader.tensors)
-            return lm_config.from_gguf(gguf.scalar_fields(reader), tie_embeddings=tied)
+            return gguf.read_config(gguf.open_reader(path))
         file = path / "config.json"
     else:
         file = fetch.hub_file(name, "config.json")

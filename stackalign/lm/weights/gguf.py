@@ -41,10 +41,7 @@ def load(file: pathlib.Path, *, dtype: Any = np.float32) -> tuple[lm_config.Deco
     """Reads configuration and parameters of a GGUF file; see `stackalign.lm.weights.load`."""
     reader = open_reader(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    fields = scalar_fields(reader)
-    if f"{fields.get('general.architecture')}.vocab_size" not in fields:
-        fields |= read_fields(reader, ["tokenizer.ggml.tokens"])
-    config = lm_config.from_gguf(fields, tie_embeddings="output.weight" not in tensors)
+    config = read_config(reader)
     if ROPE_FACTORS in tensors:
         factors = _dequantize(tensors.pop(ROPE_FACTORS), file)
         config = lm_config.with_rope_factors(config, factors.tolist())
@@ -63,6 +60,15 @@ def load(file: pathlib.Path, *, dtype: Any = np.float32) -> tuple[lm_config.Deco
             value = value - config.norm_offset
         layout.store(view, value, file, native[name])
     return config, params
+
+
+def read_config(reader: GGUFReader) -> lm_config.DecoderConfig:
+    """The configuration without the Llama-3 scaling that a tensor states; see `lm.config.from_gguf`."""
+    fields = scalar_fields(reader)
+    if f"{fields.get('general.architecture')}.vocab_size" not in fields:
+        fields |= read_fields(reader, ["tokenizer.ggml.tokens"])
+    tied = not any(tensor.name == "output.weight" for tensor in reader.tensors)
+    return lm_config.from_gguf(fields, tie_embeddings=tied)
 
 
 def open_reader(file: pathlib.Path) -> GGUFReader:

@@ -111,6 +111,24 @@ def save(
     (folder / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
+def read_shape(folder: str | os.PathLike) -> tuple[lora.LoraConfig, str]:
+    """The shape of a PEFT folder's adapter, fused projections counted apart, and the base that it names.
+
+    Raises:
+      CheckpointError: no such folder, or fields missing or of no use.
+    """
+    file = pathlib.Path(folder) / "adapter_config.json"
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+        apart = {module.split(".")[1]: parts for family in FUSED.values() for module, parts in family.items()}
+        targets = [part for name in described["target_modules"] for part in (apart.get(name) or (_TARGETS[name],))]
+        ordered = tuple(name for name in lora.TARGETS if name in targets)
+        shape = lora.LoraConfig(rank=described["r"], alpha=described["lora_alpha"], dropout=0.0, targets=ordered)
+        return shape, described["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: not the configuration of a LoRA adapter: {error!r}") from error
+
+
 def load(folder: str | os.PathLike, config: DecoderConfig, shape: lora.LoraConfig) -> Adapter:
     """Reads a PEFT folder as an adapter of the run's shape.
 
