@@ -83,6 +83,9 @@ flags.DEFINE_float("lora_alpha", None, "Adapters are scaled by alpha / rank.")
 flags.DEFINE_float("lora_dropout", None, "Dropout on the adapters' inputs.")
 flags.DEFINE_string("lora_targets", None, "Projections with an adapter, of q,k,v,o,gate,up,down.")
 flags.DEFINE_enum("dtype", None, settings.CHOICES["dtype"], "Of the frozen bases; adapters are always float32.")
+flags.DEFINE_string(
+    "mesh", "", "Devices to use, such as fsdp=8 or data=2,fsdp=2,tensor=2; by default one. Another may resume a run."
+)
 flags.DEFINE_integer("pretrain_steps", None, "Toy: steps of the shared base.")
 flags.DEFINE_integer("specialise_steps", None, "Toy: steps of each agent's specialisation.")
 
@@ -145,7 +148,7 @@ def run(chosen: dict[str, Any]) -> int:
     with run_folder, runs.Bars() as progress:
         try:
             try:
-                ready = prepare.ready(chosen, run_folder, progress)
+                ready = prepare.ready(chosen, run_folder, progress, FLAGS.mesh)
             except Exception:
                 if not FLAGS.resume:  # nothing was computed: the folder can be used again with other settings
                     run_folder.config.unlink(missing_ok=True)

@@ -51,8 +51,12 @@ def checkable(instruction: Instruction) -> bool:
     return instruction.answer is not None or instruction.verifier is not None
 
 
-def ready(chosen: Mapping[str, Any], run: runs.Run, progress: lm_pool.Progress) -> Ready:
-    """Loads or makes the pool and checks everything that a run will need."""
+def ready(chosen: Mapping[str, Any], run: runs.Run, progress: lm_pool.Progress, mesh: str = "") -> Ready:
+    """Loads or makes the pool and checks everything that a run will need.
+
+    `mesh` is text such as "data=2,fsdp=4" (`lm.sharding.parse_mesh`), or empty for one device.
+    """
+    devices = lm.sharding.parse_mesh(mesh) if mesh else None
     config = settings_lib.align_config(chosen)
     split, contrasts = instructions(chosen)
     task = align.Task(split.instructions, split.validation, make_judge(chosen, progress), data.verify, checkable)
@@ -62,7 +66,9 @@ def ready(chosen: Mapping[str, Any], run: runs.Run, progress: lm_pool.Progress) 
     if toy_run:
         pool, stacks = toy_pool(chosen, split, run.path / "pool.npz", progress)
     else:
-        pool, stacks = load_pool(chosen, progress)
+        pool, stacks = load_pool(chosen, progress, on_device=devices is None)
+    if devices is not None:
+        pool, stacks = lm_pool.place(pool, stacks, devices)
     align.check(config, pool, task, chosen["num_instructions"])
     needed = 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(stacks))
     runs.require_free(run.path, 4 * needed + (64 << 20))
@@ -105,8 +111,10 @@ def make_judge(chosen: Mapping[str, Any], progress: lm_pool.Progress = lm_pool.s
     }[name]()
 
 
-def load_pool(chosen: Mapping[str, Any], progress: lm_pool.Progress) -> tuple[lm_pool.Pool, lm_pool.Stacks]:
-    """Loads every base once and gives each agent its adapter."""
+def load_pool(
+    chosen: Mapping[str, Any], progress: lm_pool.Progress, *, on_device: bool = True
+) -> tuple[lm_pool.Pool, lm_pool.Stacks]:
+    """Loads every base once, onto the first device or into host memory only, and gives each agent its adapter."""
     specs, shape = settings_lib.agents(chosen), settings_lib.lora_config(chosen)
     names = list(dict.fromkeys(spec.base for spec in specs))
     paths = {name: fetch.resolve(name) for name in names}
@@ -114,7 +122,8 @@ def load_pool(chosen: Mapping[str, Any], progress: lm_pool.Progress) -> tuple[lm
     for number, name in enumerate(names):
         progress("loading", number, len(names), "models")
         config, params = lm.weights.load(paths[name], dtype=jnp.dtype(chosen["dtype"]))
-        bases[name] = lm_pool.Base(config, jax.tree.map(jnp.asarray, params), lm.tokenizer.load(paths[name]))
+        params = jax.tree.map(jnp.asarray, params) if on_device else params
+        bases[name] = lm_pool.Base(config, params, lm.tokenizer.load(paths[name]))
         progress("loading", number + 1, len(names), "models")
     agents = tuple(lm_pool.Agent(spec.name, spec.base, spec.system_prompt) for spec in specs)
     pool = lm_pool.Pool(bases, agents, shape)

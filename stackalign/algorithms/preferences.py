@@ -153,7 +153,7 @@ def train(
                     base.params,
                     adapters,
                     micro_key,
-                    rows.batch(part, 1.0 / len(batch)),
+                    lm_pool.rows_on(base, rows.batch(part, 1.0 / len(batch)), axis=1),
                     config=base.config,
                     lora_config=pool.lora,
                     loss=dpo_of_rows(config.beta, config.nll_weight, config.label_smoothing),

@@ -1,6 +1,6 @@
 """Language models: the decoder, adapters, weights, tokenizers, generation, scoring, training and the pool."""
 
-from stackalign.lm import char_tokenizer, decoder, generate, lora, pool, score, tokenizer, training, weights
+from stackalign.lm import char_tokenizer, decoder, generate, lora, pool, score, sharding, tokenizer, training, weights
 from stackalign.lm.config import DecoderConfig, RopeScaling, UnsupportedModelError
 from stackalign.lm.lora import LoraConfig
 from stackalign.lm.pool import Agent, Answer, Base, Pool, Sampling
@@ -21,6 +21,7 @@ __all__ = [
     "lora",
     "pool",
     "score",
+    "sharding",
     "tokenizer",
     "training",
     "weights",

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stackalign.lm import decoder, generate, lora, score
+from stackalign.lm import decoder, generate, lora, score, sharding
 from stackalign.lm.config import DecoderConfig
 
 LENGTHS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -41,11 +41,12 @@ class Tokenizer(Protocol):
 
 
 class Base(NamedTuple):
-    """A frozen language model: its configuration, parameters and tokenizer."""
+    """A frozen language model: its configuration, parameters and tokenizer, and the mesh that it lies on, if any."""
 
     config: DecoderConfig
     params: Any
     tokenizer: Tokenizer
+    mesh: jax.sharding.Mesh | None = None
 
 
 class Agent(NamedTuple):
@@ -100,6 +101,19 @@ class Pool:
 
 Stacks = Mapping[str, lora.Adapters]
 """Stacked adapters by base name; part of the training state, not of the pool."""
+
+
+def place(pool: Pool, stacks: Stacks, mesh: jax.sharding.Mesh) -> tuple[Pool, Stacks]:
+    """The pool and its adapters on a mesh: bases in parts (`lm.sharding`), adapters whole on every device."""
+    bases = {
+        name: base._replace(params=sharding.place(base.params, mesh), mesh=mesh) for name, base in pool.bases.items()
+    }
+    return dataclasses.replace(pool, bases=bases), sharding.replicate(dict(stacks), mesh)
+
+
+def rows_on(base: Base, tree: Any, axis: int = 0) -> Any:
+    """Arrays of a batch where `base` lies: their rows shared out over its mesh, or as they are without one."""
+    return tree if base.mesh is None else sharding.place_rows(tree, base.mesh, axis)
 
 
 def init_adapters(key: jax.Array, pool: Pool) -> Stacks:
@@ -219,9 +233,7 @@ def generate_answers(
             base.params,
             None if stacks is None else stacks[name],
             base.config,
-            keys[index],
-            prompts,
-            mask,
+            *rows_on(base, (keys[index], prompts, mask)),
             None if stacks is None else _rows(pool, name, [agents[i] for i in chosen], num_rows),
             max_new_tokens=sampling.max_new_tokens,
             temperature=max(sampling.temperature, 1e-6),
@@ -297,10 +309,15 @@ def score_answers(
             base.params,
             None if stacks is None else stacks[name],
             base.config,
-            prompts,
-            mask,
-            completions.reshape(num_rows, branches, width),
-            completion_mask.reshape(num_rows, branches, width),
+            *rows_on(
+                base,
+                (
+                    prompts,
+                    mask,
+                    completions.reshape(num_rows, branches, width),
+                    completion_mask.reshape(num_rows, branches, width),
+                ),
+            ),
             None if stacks is None else _rows(pool, name, [agents[i] for i in chosen], num_rows),
             temperature=temperature,
             vocab_size=base.tokenizer.vocab_size,
@@ -361,8 +378,7 @@ def next_log_probs(
             base.params,
             None if stacks is None else stacks[name],
             base.config,
-            tokens,
-            mask,
+            *rows_on(base, (tokens, mask)),
             None if stacks is None else _rows(pool, name, [agents[i] for i in chosen], num_rows),
             last=len(ids),
             vocab_size=base.tokenizer.vocab_size,
