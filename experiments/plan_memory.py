@@ -1,0 +1,210 @@
+"""What a model needs on every device of a mesh, before anything is loaded: compiled ahead of time, nothing is computed.
+
+    python -m experiments.plan_memory --model=qwen2.5-7b --mesh=fsdp=8          # about 2 minutes on two CPU cores
+    python -m experiments.plan_memory --model=FOLDER --mesh=data=2,fsdp=4 --agents=4 --rows=64
+
+The programs of a run (answering, scoring as a judge, a DPO step) are compiled for simulated devices of the mesh.
+Prints, per device: parameters, adapters with their moments, inputs and outputs, temporaries of each program, and what
+the devices exchange; then whether the largest program fits into --device_gb, and what would if it does not. The exit
+status is 1 if it does not fit.
+
+Parameters and adapters are exact. Temporaries are those of XLA's CPU compiler, which holds bfloat16 matmuls in float32
+and fuses less than its GPU compiler, so that they are an upper estimate for a GPU; GPUs also need room for the runtime
+(about 1 GB). --model takes what --pool of experiments.align takes, or the name of a shape: qwen2.5-1.5b, qwen2.5-7b,
+llama-3.1-8b, aya-expanse-8b.
+"""
+
+import re
+import sys
+from typing import Any
+
+from absl import app, flags, logging
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("model", "qwen2.5-1.5b", "A model or the name of a shape (see above).")
+flags.DEFINE_string("mesh", "fsdp=8", "The devices, as --mesh of experiments.align.")
+flags.DEFINE_float("device_gb", 80.0, "Memory of one device, in GB.", lower_bound=0.1)
+flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of the base.")
+flags.DEFINE_integer("agents", 4, "Agents on the base.", lower_bound=1)
+flags.DEFINE_integer("lora_rank", 64, "Rank of their adapters.", lower_bound=1)
+flags.DEFINE_string("lora_targets", "q,k,v,o", "Projections with an adapter.")
+flags.DEFINE_integer("rows", 32, "Rows of a batch that answers or judges, all devices together.", lower_bound=1)
+flags.DEFINE_integer("train_rows", 8, "Pairs of a training batch, all devices together.", lower_bound=1)
+flags.DEFINE_integer("prompt", 512, "Tokens of a prompt.", lower_bound=1)
+flags.DEFINE_integer("new", 512, "Tokens of an answer.", lower_bound=1)
+flags.DEFINE_bool("remat", True, "Recompute activations in the training step.")
+
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 8192}  # fmt: skip
+_QWEN = {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-1.5b": {
+        **_QWEN, "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        **_QWEN, "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": _LLAMA3,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+    },
+    "aya-expanse-8b": {
+        "model_type": "cohere", "vocab_size": 256000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 8192, "rope_theta": 1e4, "logit_scale": 0.125,
+    },
+}  # fmt: skip
+
+_COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+_ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
+_BITS = {"pred": 8, "bf16": 16}
+
+
+def exchanged(text: str) -> dict[str, tuple[int, float]]:
+    """Collectives of a compiled program by kind: how many stand in it, and the bytes of their results on a device.
+
+    What stands in a loop counts once.
+    """
+    found: dict[str, tuple[int, float]] = {}
+    for shapes, kind in _COLLECTIVE.findall(text):
+        size = 0.0
+        for dtype, dimensions in _ARRAY.findall(shapes):
+            count = 1
+            for dimension in filter(None, dimensions.split(",")):
+                count *= int(dimension)
+            size += count * _BITS.get(dtype, int(re.sub(r"\D", "", dtype) or 8)) / 8
+        number, total = found.get(kind, (0, 0.0))
+        found[kind] = number + 1, total + size
+    return found
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    logging.set_verbosity(logging.WARNING)
+    try:
+        return plan()
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def devices_of(mesh: str) -> int:
+    """The number of devices that a mesh needs; ValueError where the text names none."""
+    count = 1
+    for size in re.findall(r"=\s*(\d+)", mesh):
+        count *= int(size)
+    if not 1 <= count <= 4096:
+        raise ValueError(f"--mesh={mesh!r} must name 1 to 4096 devices")
+    return count
+
+
+def plan() -> int:
+    """Compiles the programs and prints the table."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices_of(FLAGS.mesh))
+    import jax.numpy as jnp
+    import numpy as np
+
+    from experiments import plan as plan_lib
+    from stackalign import lm
+    from stackalign.lm import config as lm_config
+    from stackalign.lm import decoder, generate, lora, score, sharding, training
+
+    shape = SHAPES.get(FLAGS.model)
+    config = lm_config.from_hf(shape) if shape else plan_lib.read_config(FLAGS.model)
+    lora_config = lm.LoraConfig(rank=FLAGS.lora_rank, targets=tuple(FLAGS.lora_targets.split(",")))
+    mesh = sharding.parse_mesh(FLAGS.mesh)
+    key = jax.random.key(0)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def stands(tree, shardings):
+        return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), tree, shardings)
+
+    def replicated(tree):
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
+
+    def rows_of(shape, dtype, axis=0):
+        spec = jax.sharding.PartitionSpec(*[None] * axis, ("data", "fsdp"))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.fit(spec, shape, mesh))
+
+    params = jax.eval_shape(lambda: decoder.init(key, config, jnp.dtype(FLAGS.dtype)))
+    params = stands(params, sharding.shardings(params, mesh))
+    stack = replicated(jax.eval_shape(lambda: lora.init(key, config, lora_config, FLAGS.agents)))
+    optimizer = training.adamw()
+    moments = jax.eval_shape(lambda: training.init(optimizer, stack))
+
+    def per_device(tree) -> int:
+        return sum(
+            leaf.dtype.itemsize * int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64))
+            for leaf in jax.tree.leaves(tree)
+        )
+
+    rows, prompt, new = FLAGS.rows, FLAGS.prompt, FLAGS.new
+    mixed = lora.rows(lora_config, FLAGS.agents, jnp.zeros(rows, jnp.int32))
+    ids, mask = rows_of((rows, prompt), jnp.int32), rows_of((rows, prompt), bool)
+    answers, answer_mask = rows_of((rows, new), jnp.int32), rows_of((rows, new), bool)
+    keys = rows_of((rows,), jax.eval_shape(lambda: jax.random.split(key, rows)).dtype)
+    each = max(FLAGS.train_rows // FLAGS.agents, 1)
+    lengths = ((prompt, jnp.int32), (prompt, bool))
+    batch = training.Batch(
+        *(rows_of((FLAGS.agents, each, length), dtype, 1) for length, dtype in lengths),
+        *(rows_of((FLAGS.agents, each, 2, new), dtype, 1) for dtype in (jnp.int32, bool)),
+    )
+    vocab = config.vocab_size
+    log_probs = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size"))
+    programs = {
+        f"answer {rows} prompts": lambda: generate.generate.lower(
+            params, stack, config, keys, ids, mask, mixed, max_new_tokens=new, top_p=0.9, eos_ids=(0,), vocab_size=vocab
+        ),
+        f"judge {rows} answers": lambda: log_probs.lower(
+            params, stack, config, ids, mask, answers, answer_mask, mixed, vocab_size=vocab
+        ),
+        f"train on {each * FLAGS.agents} pairs": lambda: training.gradient.lower(
+            params, stack, jax.ShapeDtypeStruct((), key.dtype), batch, config=config, lora_config=lora_config,
+            loss=_loss, vocab_size=vocab, remat=FLAGS.remat,
+        ),
+    }  # fmt: skip
+    held = {"parameters": per_device(params), "adapters": per_device(stack)}
+    held["moments"] = sum(leaf.dtype.itemsize * int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(moments))
+    total = sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in jax.tree.leaves(params))
+    print(f"{FLAGS.model}: {total / 1e9:.2f}B parameters in {FLAGS.dtype} on {FLAGS.mesh}; {FLAGS.agents} agents")
+    for name, size in held.items():
+        print(f"  {name:<28}{size / 1e9:9.2f} GB a device")
+    largest, worst = 0.0, ""
+    always = sum(held.values())
+    for name, lower in programs.items():
+        print(f"compiling: {name}", file=sys.stderr, flush=True)
+        compiled = lower().compile()
+        memory = compiled.memory_analysis()
+        need = always + memory.temp_size_in_bytes + memory.output_size_in_bytes
+        kinds = sorted(exchanged(compiled.as_text()).items())
+        moved = ", ".join(f"{count} {kind} ({size / 1e9:.2f} GB)" for kind, (count, size) in kinds)
+        print(f"  {name:<28}{need / 1e9:9.2f} GB a device, of it temporaries {memory.temp_size_in_bytes / 1e9:.2f}")
+        print(f"    exchanged in one pass: {moved or 'nothing'}")
+        if need > largest:
+            largest, worst = need, name
+    room = FLAGS.device_gb * 1e9
+    if largest <= room:
+        print(f"fits: at most {largest / 1e9:.1f} of {FLAGS.device_gb:g} GB ({worst})")
+        return 0
+    if always > room:
+        hint = f"parameters, adapters and moments alone take {always / 1e9:.1f} GB: more devices along fsdp or tensor"
+    else:
+        share = (room - always) / (largest - always)
+        hint = f"about {max(int(share * (FLAGS.train_rows if worst.startswith('train') else rows)), 1)} rows would fit"
+    print(f"does not fit: {worst} needs {largest / 1e9:.1f} of {FLAGS.device_gb:g} GB; {hint}")
+    return 1
+
+
+def _loss(log_probs, batch):
+    return log_probs.sum(), ()
+
+
+if __name__ == "__main__":
+    app.run(main)
