@@ -167,7 +167,7 @@ def plan() -> int:
         ),
         f"train on {each * FLAGS.agents} pairs": lambda: training.gradient.lower(
             params, stack, jax.ShapeDtypeStruct((), key.dtype), batch, config=config, lora_config=lora_config,
-            loss=_loss, vocab_size=vocab, remat=FLAGS.remat,
+            loss=_loss, vocab_size=vocab, remat=FLAGS.remat, mesh=mesh,
         ),
     }  # fmt: skip
     held = {"parameters": per_device(params), "adapters": per_device(stack)}

@@ -159,6 +159,7 @@ def train(
                     loss=dpo_of_rows(config.beta, config.nll_weight, config.label_smoothing),
                     vocab_size=base.tokenizer.vocab_size,
                     remat=config.remat,
+                    mesh=base.mesh,
                 )
                 grads, metrics = out if grads is None else training.add((grads, metrics), out)
                 jax.block_until_ready(metrics)

@@ -116,6 +116,14 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
+def constrain_rows(tree: Any, mesh: Mesh | None) -> Any:
+    """Inside `jit`: rows at axis 0 shared out as by `place_rows`, after a reshape that lost it; no mesh, no change."""
+    if mesh is None:
+        return tree
+    spec = PartitionSpec(("data", "fsdp"))
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, fit(spec, leaf.shape, mesh)), tree)
+
+
 def place_rows(tree: Any, mesh: Mesh, axis: int = 0) -> Any:
     """Arrays of a batch, their rows at `axis` shared out over "data" and "fsdp" (whole where they do not divide)."""
     spec = PartitionSpec(*[None] * axis, ("data", "fsdp"))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stackalign.lm import lora, score
+from stackalign.lm import lora, score, sharding
 from stackalign.lm.config import DecoderConfig
 
 
@@ -57,7 +57,7 @@ def cosine(step: int, total: int, peak: float) -> float:
     return float(optax.cosine_decay_schedule(peak, max(total, 1))(step))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "lora_config", "loss", "vocab_size", "remat"))
+@functools.partial(jax.jit, static_argnames=("config", "lora_config", "loss", "vocab_size", "remat", "mesh"))
 def gradient(
     params,
     adapters: lora.Adapters,
@@ -70,6 +70,7 @@ def gradient(
     temperature: float = 1.0,
     vocab_size: int,
     remat: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
 ):
     """Gradient of one micro-batch for every agent of a base; gradients of a step's micro-batches add up.
 
@@ -80,13 +81,14 @@ def gradient(
       batch: see `Batch`.
       loss: see `Loss`; static, so pass the same object every time.
       temperature: of the log-probabilities.
+      mesh: the mesh that the arrays lie on, if any; static.
 
     Returns:
       `(grads, metrics)`, both sums.
     """
 
     def objective(adapters):
-        flat = [x.reshape(-1, *x.shape[2:]) for x in batch[:4]]
+        flat = sharding.constrain_rows([x.reshape(-1, *x.shape[2:]) for x in batch[:4]], mesh)
         rows = lora.grouped(lora_config, key)
         log_probs = score.completion_log_probs(
             params, adapters, config, *flat, rows, temperature=temperature, vocab_size=vocab_size, remat=remat

@@ -80,7 +80,7 @@ def grouped(arrays):
 step = dict(config=config, lora_config=shape, loss=loss, vocab_size=96, remat=True)
 one, one_loss = training.gradient(params, stack, keys[5], grouped((tokens, mask, completions, completion_mask)), **step)
 shared_out = sharding.place_rows(grouped((tokens, mask, completions, completion_mask)), mesh, axis=1)
-two, two_loss = training.gradient(placed, stack_placed, keys[5], shared_out, **step)
+two, two_loss = training.gradient(placed, stack_placed, keys[5], shared_out, mesh=mesh, **step)
 np.testing.assert_allclose(two_loss, one_loss, rtol=1e-5)
 for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two)):
     np.testing.assert_allclose(b, a, atol=3e-5 * max(1e-3, np.abs(a).max()))
