@@ -1,6 +1,7 @@
 """Shared fixtures: the persistent compilation cache, the optional folder of reference files, and the real weights."""
 
 import functools
+import gc
 import os
 import pathlib
 
@@ -27,6 +28,14 @@ def shared() -> pathlib.Path | None:
         if folder and pathlib.Path(folder).is_dir():
             return pathlib.Path(folder)
     return None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Frees a module's compiled programs: each holds memory maps, of which Linux gives a process 65530 by default."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @functools.cache
