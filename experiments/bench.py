@@ -23,8 +23,8 @@ those that generating it took, `bound` what that may cost.
 
 Suite tabular: steps a second of SMIDA on one game with X contexts and Y actions of each player, against transcriptions
 of the algorithm in NumPy (`tabular_numpy_...`) and jitted JAX (`tabular_jit_...`), up to a utility of 4 GiB;
-`tabular_growth` is how the time grows with X and Y, `tabular_memory_...` the peak memory, `tabular_games_...` small
-games a second.
+`tabular_growth` is how the time grows with X and Y (`utility`: how its size does), `tabular_memory_...` the peak memory
+(`bound`: what it may be), `tabular_games_...` small games a second.
 
 Suite population: simulated iterations of a pool a second, against NumPy.
 """

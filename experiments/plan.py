@@ -18,8 +18,7 @@ from experiments import prepare
 from experiments import settings as settings_lib
 from stackalign.algorithms import toy
 from stackalign.lm import DecoderConfig, decoder, generate, lora, score, training
-from stackalign.lm import config as lm_config
-from stackalign.lm.weights import fetch, gguf
+from stackalign.lm.weights import fetch, gguf, hf_config
 
 PROMPT = 128  # tokens of a prompt where the plan cannot know them
 JUDGE_PROMPT, JUDGE_REPLY = 96, 64  # tokens around the instruction and the answer, and of the reply
@@ -43,7 +42,7 @@ def read_config(name: str) -> DecoderConfig:
         file = path / "config.json"
     else:
         file = fetch.hub_file(name, "config.json")
-    return lm_config.from_hf(json.loads(pathlib.Path(file).read_text(encoding="utf-8")))
+    return hf_config.from_hf(json.loads(pathlib.Path(file).read_text(encoding="utf-8")))
 
 
 def describe(chosen: Mapping[str, Any]) -> str:

@@ -14,8 +14,10 @@ and fuses less than its GPU compiler, so that they are an upper estimate for a G
 llama-3.1-8b, aya-expanse-8b.
 """
 
+import math
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags, logging
@@ -92,95 +94,38 @@ def main(argv: list[str]) -> int:
         return 1
 
 
-def devices_of(mesh: str) -> int:
-    """The number of devices that a mesh needs; ValueError where the text names none."""
-    count = 1
-    for size in re.findall(r"=\s*(\d+)", mesh):
-        count *= int(size)
-    if not 1 <= count <= 4096:
-        raise ValueError(f"--mesh={mesh!r} must name 1 to 4096 devices")
-    return count
-
-
 def plan() -> int:
-    """Compiles the programs and prints the table."""
+    """Compiles the programs and prints the table; 0 if all fit."""
     import jax
 
+    from stackalign.lm import sharding
+
+    sizes = sharding.parse_sizes(FLAGS.mesh)
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices_of(FLAGS.mesh))
-    import jax.numpy as jnp
-    import numpy as np
+    jax.config.update("jax_num_cpu_devices", max(math.prod(sizes.values()), 1))
 
     from experiments import plan as plan_lib
-    from stackalign import lm
-    from stackalign.lm import config as lm_config
-    from stackalign.lm import decoder, generate, lora, score, sharding, training
+    from stackalign.lm import LoraConfig, weights
+    from stackalign.lm.weights import hf_config
 
     shape = SHAPES.get(FLAGS.model)
-    config = lm_config.from_hf(shape) if shape else plan_lib.read_config(FLAGS.model)
-    lora_config = lm.LoraConfig(rank=FLAGS.lora_rank, targets=tuple(FLAGS.lora_targets.split(",")))
-    mesh = sharding.parse_mesh(FLAGS.mesh)
-    key = jax.random.key(0)
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    config = hf_config.from_hf(shape) if shape else plan_lib.read_config(FLAGS.model)
+    lora_config = LoraConfig(rank=FLAGS.lora_rank, targets=tuple(FLAGS.lora_targets.split(",")))
+    mesh = sharding.make_mesh(**sizes)
+    held, programs = lower(config, lora_config, mesh)
 
-    def stands(tree, shardings):
-        return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), tree, shardings)
-
-    def replicated(tree):
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
-
-    def rows_of(shape, dtype, axis=0):
-        spec = jax.sharding.PartitionSpec(*[None] * axis, ("data", "fsdp"))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.fit(spec, shape, mesh))
-
-    params = jax.eval_shape(lambda: decoder.init(key, config, jnp.dtype(FLAGS.dtype)))
-    params = stands(params, sharding.shardings(params, mesh))
-    stack = replicated(jax.eval_shape(lambda: lora.init(key, config, lora_config, FLAGS.agents)))
-    optimizer = training.adamw()
-    moments = jax.eval_shape(lambda: training.init(optimizer, stack))
-
-    def per_device(tree) -> int:
-        return sum(
-            leaf.dtype.itemsize * int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64))
-            for leaf in jax.tree.leaves(tree)
-        )
-
-    rows, prompt, new = FLAGS.rows, FLAGS.prompt, FLAGS.new
-    mixed = lora.rows(lora_config, FLAGS.agents, jnp.zeros(rows, jnp.int32))
-    ids, mask = rows_of((rows, prompt), jnp.int32), rows_of((rows, prompt), bool)
-    answers, answer_mask = rows_of((rows, new), jnp.int32), rows_of((rows, new), bool)
-    keys = rows_of((rows,), jax.eval_shape(lambda: jax.random.split(key, rows)).dtype)
-    each = max(FLAGS.train_rows // FLAGS.agents, 1)
-    lengths = ((prompt, jnp.int32), (prompt, bool))
-    batch = training.Batch(
-        *(rows_of((FLAGS.agents, each, length), dtype, 1) for length, dtype in lengths),
-        *(rows_of((FLAGS.agents, each, 2, new), dtype, 1) for dtype in (jnp.int32, bool)),
-    )
-    vocab = config.vocab_size
-    log_probs = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size"))
-    programs = {
-        f"answer {rows} prompts": lambda: generate.generate.lower(
-            params, stack, config, keys, ids, mask, mixed, max_new_tokens=new, top_p=0.9, eos_ids=(0,), vocab_size=vocab
-        ),
-        f"judge {rows} answers": lambda: log_probs.lower(
-            params, stack, config, ids, mask, answers, answer_mask, mixed, vocab_size=vocab
-        ),
-        f"train on {each * FLAGS.agents} pairs": lambda: training.gradient.lower(
-            params, stack, jax.ShapeDtypeStruct((), key.dtype), batch, config=config, lora_config=lora_config,
-            loss=_loss, vocab_size=vocab, remat=FLAGS.remat, mesh=mesh,
-        ),
-    }  # fmt: skip
-    held = {"parameters": per_device(params), "adapters": per_device(stack)}
-    held["moments"] = sum(leaf.dtype.itemsize * int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(moments))
-    total = sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in jax.tree.leaves(params))
-    print(f"{FLAGS.model}: {total / 1e9:.2f}B parameters in {FLAGS.dtype} on {FLAGS.mesh}; {FLAGS.agents} agents")
+    total = weights.num_parameters(config) / 1e9
+    print(f"{FLAGS.model}: {total:.2f}B parameters in {FLAGS.dtype} on {FLAGS.mesh}; {FLAGS.agents} agents")
     for name, size in held.items():
         print(f"  {name:<28}{size / 1e9:9.2f} GB a device")
-    largest, worst = 0.0, ""
-    always = sum(held.values())
-    for name, lower in programs.items():
+    for_rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    for flag, number in (("rows", FLAGS.rows), ("train_rows", FLAGS.train_rows)):
+        if number % for_rows:
+            print(f"warning: --{flag}={number} is no multiple of data x fsdp = {for_rows}: devices compute it all")
+    always, largest, worst = sum(held.values()), 0.0, ""
+    for name, program in programs.items():
         print(f"compiling: {name}", file=sys.stderr, flush=True)
-        compiled = lower().compile()
+        compiled = program().compile()
         memory = compiled.memory_analysis()
         need = always + memory.temp_size_in_bytes + memory.output_size_in_bytes
         kinds = sorted(exchanged(compiled.as_text()).items())
@@ -196,10 +141,68 @@ def plan() -> int:
     if always > room:
         hint = f"parameters, adapters and moments alone take {always / 1e9:.1f} GB: more devices along fsdp or tensor"
     else:
-        share = (room - always) / (largest - always)
-        hint = f"about {max(int(share * (FLAGS.train_rows if worst.startswith('train') else rows)), 1)} rows would fit"
+        rows = FLAGS.train_rows if worst.startswith("train") else FLAGS.rows
+        hint = f"about {max(int(rows * (room - always) / (largest - always)), 1)} rows would fit"
     print(f"does not fit: {worst} needs {largest / 1e9:.1f} of {FLAGS.device_gb:g} GB; {hint}")
     return 1
+
+
+def lower(config, lora_config, mesh) -> tuple[dict[str, int], dict[str, Callable[[], Any]]]:
+    """What lies on a device all the time, and the programs by name, each a call that lowers it for the mesh.
+
+    Nothing is allocated: arrays are shapes with shardings.
+
+    Returns:
+      Bytes a device by kind, and the programs.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from stackalign.lm import decoder, generate, lora, score, sharding, training
+
+    key, vocab = jax.random.key(0), config.vocab_size
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def stand(leaf, where=whole):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    def rows_of(shape, dtype, axis=0):
+        spec = jax.sharding.PartitionSpec(*[None] * axis, ("data", "fsdp"))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.fit(spec, shape, mesh))
+
+    def per_device(tree) -> int:
+        leaves = jax.tree.leaves(tree)
+        return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+
+    params = jax.eval_shape(lambda: decoder.init(key, config, jnp.dtype(FLAGS.dtype)))
+    params = jax.tree.map(stand, params, sharding.shardings(params, mesh))
+    stack = jax.tree.map(stand, jax.eval_shape(lambda: lora.init(key, config, lora_config, FLAGS.agents)))
+    moments = jax.tree.map(stand, jax.eval_shape(lambda: training.init(training.adamw(), stack)))
+    held = {"parameters": per_device(params), "adapters": per_device(stack), "moments": per_device(moments)}
+
+    rows, prompt, new = FLAGS.rows, FLAGS.prompt, FLAGS.new
+    mixed = lora.rows(lora_config, FLAGS.agents, jnp.zeros(rows, jnp.int32))
+    ids, mask = rows_of((rows, prompt), jnp.int32), rows_of((rows, prompt), bool)
+    answers, answer_mask = rows_of((rows, new), jnp.int32), rows_of((rows, new), bool)
+    each = max(FLAGS.train_rows // FLAGS.agents, 1)
+    batch = training.Batch(
+        *(rows_of((FLAGS.agents, each, prompt), dtype, 1) for dtype in (jnp.int32, bool)),
+        *(rows_of((FLAGS.agents, each, 2, new), dtype, 1) for dtype in (jnp.int32, bool)),
+    )
+    log_probs = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size"))
+    return held, {
+        f"answer {rows} prompts": lambda: generate.generate.lower(
+            params, stack, config, rows_of((rows,), key.dtype), ids, mask, mixed, max_new_tokens=new, top_p=0.9,
+            eos_ids=(0,), vocab_size=vocab,
+        ),
+        f"judge {rows} answers": lambda: log_probs.lower(
+            params, stack, config, ids, mask, answers, answer_mask, mixed, vocab_size=vocab
+        ),
+        f"train on {each * FLAGS.agents} pairs": lambda: training.gradient.lower(
+            params, stack, jax.ShapeDtypeStruct((), key.dtype), batch, config=config, lora_config=lora_config,
+            loss=_loss, vocab_size=vocab, remat=FLAGS.remat, mesh=mesh,
+        ),
+    }  # fmt: skip
 
 
 def _loss(log_probs, batch):

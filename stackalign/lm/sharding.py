@@ -60,19 +60,28 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequenc
     return Mesh(np.asarray(devices).reshape(data, fsdp, tensor), AXES)
 
 
-def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh from text such as "fsdp=8" or "data=2,fsdp=2,tensor=2"; axes that are not named have size 1.
+def parse_sizes(text: str) -> dict[str, int]:
+    """Sizes by axis from text such as "fsdp=8" or "data=2,fsdp=2,tensor=2"; axes that are not named are left out.
 
     Raises:
-      ValueError: another axis, a size that is no number, or what `make_mesh` refuses.
+      ValueError: another axis, one named twice, or a size that is no number.
     """
-    sizes = {}
+    sizes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, size = (piece.strip() for piece in part.partition("="))
         if name not in AXES or not size.isdecimal() or name in sizes:
             raise ValueError(f"mesh {text!r}: expected axes out of {', '.join(AXES)}, as in data=2,fsdp=4")
         sizes[name] = int(size)
-    return make_mesh(**sizes, devices=devices)
+    return sizes
+
+
+def parse_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of `parse_sizes`; axes that are not named have size 1.
+
+    Raises:
+      ValueError: what `parse_sizes` and `make_mesh` refuse.
+    """
+    return make_mesh(**parse_sizes(text), devices=devices)
 
 
 def specs(params: Any) -> Any:

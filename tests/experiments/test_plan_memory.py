@@ -56,10 +56,11 @@ def test_collectives_are_counted():
 @pytest.mark.parametrize("name", plan_memory.SHAPES)
 def test_named_shapes_have_their_size(name):
     """Billions of parameters as the models' cards state them."""
-    from stackalign.lm import config, weights
+    from stackalign.lm import weights
+    from stackalign.lm.weights import hf_config
 
     size = {"qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.62, "llama-3.1-8b": 8.03, "aya-expanse-8b": 8.03}[name]
-    assert abs(weights.num_parameters(config.from_hf(plan_memory.SHAPES[name])) / 1e9 - size) < 0.01
+    assert abs(weights.num_parameters(hf_config.from_hf(plan_memory.SHAPES[name])) / 1e9 - size) < 0.01
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import torch
 import transformers
 from test_families import FAMILIES, FORWARD, RELATIVE, draw, torch_logits, torch_model
 
-from stackalign.lm import config as lm_config
 from stackalign.lm import decoder, lora, weights
 from stackalign.lm.config import UnsupportedModelError
-from stackalign.lm.weights import export, peft
+from stackalign.lm.weights import export, hf_config, peft
 
 SHAPE = lora.LoraConfig(rank=3, alpha=6.0, targets=lora.TARGETS)
 IDS, MASK = draw(7, 2, 15), np.ones((2, 15), bool)
@@ -100,9 +99,12 @@ def test_fused_adapters_of_others(tmp_path, agents):
     adapter = peft.load(tmp_path, config, SHAPE)
     stack = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], adapter)
     near(our_logits(params, config, stack), torch_logits(model, IDS, MASK))
-    narrow = lora.LoraConfig(rank=3, alpha=6.0, targets=("q", "k", "o"))
-    with pytest.raises(weights.CheckpointError, match="changes 'gate' .*lora_targets"):
-        peft.load(tmp_path, config, narrow)
+    for targets, message in (
+        (("q", "k", "o"), "gate_up_proj.* are not all among the run's --lora_targets"),
+        (("q", "k", "o", "gate"), "changes 'up' .*lora_targets"),
+    ):
+        with pytest.raises(weights.CheckpointError, match=message):
+            peft.load(tmp_path, config, lora.LoraConfig(rank=3, alpha=6.0, targets=targets))
     with pytest.raises(weights.CheckpointError, match="rank 3 on 'gate', the run 2: pass --lora_rank=3"):
         peft.load(tmp_path, config, lora.LoraConfig(rank=2, alpha=6.0, targets=lora.TARGETS))
 
@@ -137,4 +139,4 @@ def test_what_can_not_be_written(tmp_path, agents):
     import dataclasses
 
     with pytest.raises(UnsupportedModelError, match="can't state this"):
-        lm_config.to_hf(dataclasses.replace(config, parallel=True))
+        hf_config.to_hf(dataclasses.replace(config, parallel=True))

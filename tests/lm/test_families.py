@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from stackalign.lm import config as lm_config
 from stackalign.lm import decoder, generate, weights
 from stackalign.lm.config import UnsupportedModelError
+from stackalign.lm.weights import hf_config
 
 torch.set_num_threads(1)  # spinning threads of two libraries on few cores slow both down many times
 
@@ -181,7 +181,7 @@ def test_windows_and_scales_matter(models):
 
 def read(family: str, **changes):
     make, fields = FAMILIES[family]
-    return lm_config.from_hf({**make(**{**COMMON, **fields}).to_dict(), **changes})
+    return hf_config.from_hf({**make(**{**COMMON, **fields}).to_dict(), **changes})
 
 
 def test_longrope_says_how_far_it_holds():

@@ -10,10 +10,9 @@ import pytest
 from gguf.quants import quantize
 from safetensors.numpy import save_file
 
-from stackalign.lm import config as lm_config
 from stackalign.lm import weights
 from stackalign.lm.config import DecoderConfig, RopeScaling, UnsupportedModelError
-from stackalign.lm.weights import CheckpointError, fetch
+from stackalign.lm.weights import CheckpointError, fetch, gguf_config, hf_config
 
 HF = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 40, "hidden_size": 32,
@@ -93,14 +92,14 @@ def assert_holds(params, arrays, dtype=np.float32, **tolerance):
 
 
 def test_config_reads_every_field():
-    assert lm_config.from_hf(HF) == CONFIG
-    assert hash(lm_config.from_hf(HF)) == hash(CONFIG)
+    assert hf_config.from_hf(HF) == CONFIG
+    assert hash(hf_config.from_hf(HF)) == hash(CONFIG)
 
 
 def test_config_absent_fields_mean_what_the_format_says():
     short = {k: v for k, v in HF.items() if k not in ("num_key_value_heads", "head_dim", "rope_theta",
                                                       "tie_word_embeddings", "architectures")}  # fmt: skip
-    config = lm_config.from_hf(short)
+    config = hf_config.from_hf(short)
     assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.tie_embeddings) == (4, 8, 10000.0, False)
 
 
@@ -113,14 +112,14 @@ def test_config_absent_fields_mean_what_the_format_says():
     ],
 )
 def test_config_rope_spellings(fields):
-    config = lm_config.from_hf(HF | fields)
+    config = hf_config.from_hf(HF | fields)
     assert config.rope_theta == 5e4
     assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
 
 
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
 def test_config_default_rope_is_none(spelling):
-    assert lm_config.from_hf(HF | {spelling: {"rope_type": "default"}}) == CONFIG
+    assert hf_config.from_hf(HF | {spelling: {"rope_type": "default"}}) == CONFIG
 
 
 @pytest.mark.parametrize(
@@ -148,13 +147,13 @@ def test_config_default_rope_is_none(spelling):
 )
 def test_config_refuses_by_name(fields, named):
     with pytest.raises(UnsupportedModelError) as error:
-        lm_config.from_hf(HF | fields)
+        hf_config.from_hf(HF | fields)
     assert named in str(error.value)
 
 
 @pytest.mark.parametrize("field", ["pretraining_tp", "torch_dtype", "attention_dropout", "initializer_range"])
 def test_config_ignores_what_does_not_change_the_function(field):
-    assert lm_config.from_hf(HF | {field: 2}) == CONFIG
+    assert hf_config.from_hf(HF | {field: 2}) == CONFIG
 
 
 # --- safetensors ---
@@ -447,9 +446,9 @@ def test_gguf_refuses_fields_by_name(tmp_path, fields, named):
 
 def test_gguf_architecture_and_missing_field():
     with pytest.raises(UnsupportedModelError, match="general.architecture='falcon'"):
-        lm_config.from_gguf({"general.architecture": "falcon"}, tie_embeddings=True)
+        gguf_config.from_gguf({"general.architecture": "falcon"}, tie_embeddings=True)
     with pytest.raises(UnsupportedModelError, match="'llama.embedding_length'"):
-        lm_config.from_gguf(
+        gguf_config.from_gguf(
             {"general.architecture": "llama", "llama.attention.head_count": 4}, tie_embeddings=True
         )
 

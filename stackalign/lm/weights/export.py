@@ -10,10 +10,9 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 from safetensors.numpy import save_file
 
-from stackalign.lm import config as lm_config
 from stackalign.lm import lora
 from stackalign.lm.config import DecoderConfig
-from stackalign.lm.weights import layout
+from stackalign.lm.weights import hf_config, layout
 
 SHARD = 5 * 10**9  # bytes of a file
 
@@ -78,7 +77,7 @@ def save(
     """
     if dtype not in layout.DTYPES:
         raise ValueError(f"dtype={dtype} is not supported for parameters; supported: {', '.join(layout.DTYPES)}")
-    fields = lm_config.to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
+    fields = hf_config.to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | dict(token_ids or {})
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,8 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 
-from stackalign.lm import config as lm_config
-from stackalign.lm.weights import layout
+from stackalign.lm.config import DecoderConfig
+from stackalign.lm.weights import gguf_config, layout
 from stackalign.lm.weights.layout import CheckpointError
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -37,14 +37,14 @@ _GEMMA_PARTS = _PARTS | {"post_attention_layernorm": "post_attention_norm"}
 _WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def load(file: pathlib.Path, *, dtype: Any = np.float32) -> tuple[lm_config.DecoderConfig, dict[str, Any]]:
+def load(file: pathlib.Path, *, dtype: Any = np.float32) -> tuple[DecoderConfig, dict[str, Any]]:
     """Reads configuration and parameters of a GGUF file; see `stackalign.lm.weights.load`."""
     reader = open_reader(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = read_config(reader)
     if ROPE_FACTORS in tensors:
         factors = _dequantize(tensors.pop(ROPE_FACTORS), file)
-        config = lm_config.with_rope_factors(config, factors.tolist())
+        config = gguf_config.with_rope_factors(config, factors.tolist())
 
     found = {name: (file, tuple(reversed(tensor.shape.tolist()))) for name, tensor in tensors.items()}
     parts = _GEMMA_PARTS if config.post_norms else _PARTS
@@ -62,13 +62,13 @@ def load(file: pathlib.Path, *, dtype: Any = np.float32) -> tuple[lm_config.Deco
     return config, params
 
 
-def read_config(reader: GGUFReader) -> lm_config.DecoderConfig:
-    """The configuration without the Llama-3 scaling that a tensor states; see `lm.config.from_gguf`."""
+def read_config(reader: GGUFReader) -> DecoderConfig:
+    """The configuration without the Llama-3 scaling that a tensor states; see `gguf_config.from_gguf`."""
     fields = scalar_fields(reader)
     if f"{fields.get('general.architecture')}.vocab_size" not in fields:
         fields |= read_fields(reader, ["tokenizer.ggml.tokens"])
     tied = not any(tensor.name == "output.weight" for tensor in reader.tensors)
-    return lm_config.from_gguf(fields, tie_embeddings=tied)
+    return gguf_config.from_gguf(fields, tie_embeddings=tied)
 
 
 def open_reader(file: pathlib.Path) -> GGUFReader:

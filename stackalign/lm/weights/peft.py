@@ -23,7 +23,6 @@ MODULES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-_TARGETS = {module.split(".")[1]: target for target, module in MODULES.items()}
 # Families whose checkpoints hold several of our projections in one: module to its targets, in the order of its rows.
 FUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "phi3": {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
@@ -46,12 +45,20 @@ Adapter = tuple[Mapping[str, Mapping[str, np.ndarray]], ...]
 """One agent's adapter: a dict a layer, `{target: {"a": [r, in], "b": [out, r]}}`."""
 
 
-def _key(layer: int, target: str, side: str) -> str:
-    return f"base_model.model.model.layers.{layer}.{MODULES.get(target, target)}.lora_{side}.weight"
+def _modules(family: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """A family's modules by the names that `target_modules` has, each with its path and the targets that it holds."""
+    fused = FUSED.get(family, {})
+    inside = {part for parts in fused.values() for part in parts}
+    modules = {**fused, **{path: (target,) for target, path in MODULES.items() if target not in inside}}
+    return {path.split(".")[1]: (path, parts) for path, parts in modules.items()}
 
 
-def _fuse(layer: Mapping[str, Any], parts: tuple[str, ...], rows: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """The adapters of several projections as one of the fused projection: their ranks add up, `b` is block-diagonal."""
+def _key(layer: int, module: str, side: str) -> str:
+    return f"base_model.model.model.layers.{layer}.{module}.lora_{side}.weight"
+
+
+def _join(layer: Mapping[str, Any], parts: tuple[str, ...], rows: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """The adapters of a module's parts as one, `(a, b)`: their ranks add up and `b` is block-diagonal."""
     held = [name for name in parts if name in layer]
     a = np.concatenate([np.asarray(layer[name]["a"], np.float32) for name in held])
     b = np.zeros((sum(rows[name] for name in parts), a.shape[0]), np.float32)
@@ -62,7 +69,7 @@ def _fuse(layer: Mapping[str, Any], parts: tuple[str, ...], rows: Mapping[str, i
             b[row : row + block.shape[0], column : column + block.shape[1]] = block
             column += block.shape[1]
         row += rows[name]
-    return {"a": a, "b": b}
+    return a, b
 
 
 def save(
@@ -82,18 +89,11 @@ def save(
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows = {target: out for target, (out, _) in lora.target_shapes(model).items()}
-    fused = FUSED.get(model.family, {})
-    alone = [name for name in config.targets if not any(name in parts for parts in fused.values())]
-    fused = {module: parts for module, parts in fused.items() if set(parts) & set(config.targets)}
-    tensors = {}
-    for index, layer in enumerate(adapter):
-        modules = {name: layer[name] for name in alone}
-        modules |= {module: _fuse(layer, parts, rows) for module, parts in fused.items()}
-        for name, sides in modules.items():
-            for side in ("a", "b"):
-                value = np.ascontiguousarray(np.asarray(sides[side], np.float32))
-                tensors[_key(index, name, side.upper())] = value
-    copies = {module.split(".")[1]: len(set(parts) & set(config.targets)) for module, parts in fused.items()}
+    tensors, copies = {}, {}
+    for name, (path, parts) in _modules(model.family).items():
+        copies[name] = len(set(parts) & set(config.targets))
+        for index, layer in enumerate(adapter if copies[name] else ()):
+            tensors[_key(index, path, "A")], tensors[_key(index, path, "B")] = _join(layer, parts, rows)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     described = {
         "peft_type": "LORA",
@@ -102,9 +102,9 @@ def save(
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": [MODULES[target].split(".")[1] for target in alone] + list(copies),
-        "rank_pattern": {module: count * config.rank for module, count in copies.items()},
-        "alpha_pattern": {module: count * config.alpha for module, count in copies.items()},
+        "target_modules": [name for name, count in copies.items() if count],
+        "rank_pattern": {name: count * config.rank for name, count in copies.items() if count > 1},
+        "alpha_pattern": {name: count * config.alpha for name, count in copies.items() if count > 1},
         "bias": "none",
         "inference_mode": True,
     }
@@ -120,8 +120,8 @@ def read_shape(folder: str | os.PathLike) -> tuple[lora.LoraConfig, str]:
     file = pathlib.Path(folder) / "adapter_config.json"
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
-        apart = {module.split(".")[1]: parts for family in FUSED.values() for module, parts in family.items()}
-        targets = [part for name in described["target_modules"] for part in (apart.get(name) or (_TARGETS[name],))]
+        known = {name: parts for family in ("", *FUSED) for name, (_, parts) in _modules(family).items()}
+        targets = {part for name in described["target_modules"] for part in known[name]}
         ordered = tuple(name for name in lora.TARGETS if name in targets)
         shape = lora.LoraConfig(rank=described["r"], alpha=described["lora_alpha"], dropout=0.0, targets=ordered)
         return shape, described["base_model_name_or_path"]
@@ -146,43 +146,61 @@ def load(folder: str | os.PathLike, config: DecoderConfig, shape: lora.LoraConfi
         raise CheckpointError(f"{folder} is not a PEFT adapter folder: {error.filename} is missing") from error
     except (json.JSONDecodeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: damaged adapter: {error}") from error
-    fused = FUSED.get(config.family, {})
-    patterns = {name: described.get(name) or {} for name in ("rank_pattern", "alpha_pattern")} if fused else {}
+    modules = _modules(config.family)
+    fused = {name for name, (_, parts) in modules.items() if len(parts) > 1}
     for field, plain in _PLAIN.items():
-        if field in patterns and set(patterns[field]) <= {module.split(".")[1] for module in fused}:
-            continue
-        if field in described and described[field] not in plain:
-            raise CheckpointError(f"{folder}: adapter field {field}={described[field]!r} is not supported (plain LoRA)")
+        value = described.get(field)
+        patterned = field.endswith("_pattern") and isinstance(value, dict) and set(value) <= fused
+        if field in described and value not in plain and not patterned:
+            raise CheckpointError(f"{folder}: adapter field {field}={value!r} is not supported (plain LoRA)")
     rank, alpha = described.get("r"), described.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise CheckpointError(f"{folder}: adapter_config.json must give r and lora_alpha, got r={rank!r}, {alpha!r}")
-    if rank > shape.rank and not FUSED.get(config.family):
-        raise CheckpointError(f"{folder}: the adapter has rank {rank}, the run {shape.rank}: pass --lora_rank={rank}")
     targets = described.get("target_modules")
-    if fused and isinstance(targets, list):
-        tensors, targets = _split(folder, tensors, targets, described | patterns, config, shape)
-        rank, alpha = shape.rank, shape.alpha
-    unknown = sorted(set(targets or ()) - set(_TARGETS)) if isinstance(targets, list) else [targets]
-    missing = [] if unknown else sorted({_TARGETS[name] for name in targets} - set(shape.targets))
-    if unknown or missing:
+    allowed = {name for name, (_, parts) in modules.items() if set(parts) & set(shape.targets)}
+    if not isinstance(targets, list) or not set(targets) <= allowed:
         raise CheckpointError(
             f"{folder}: the adapter's target_modules {targets} are not all among the run's --lora_targets "
             f"({','.join(shape.targets)})"
         )
-    sizes, layers = lora.target_shapes(config), []
-    ratio = (alpha / rank) / shape.scale
-    for index in range(config.num_layers):
-        layer = {}
-        for target in shape.targets:
-            out, fan_in = sizes[target]
-            a, b = np.zeros((shape.rank, fan_in), np.float32), np.zeros((out, shape.rank), np.float32)
-            found = [tensors.pop(_key(index, target, side), None) for side in "AB"]
-            if MODULES[target].split(".")[1] in targets:
-                for side, value, expected in zip("AB", found, ((rank, fan_in), (out, rank)), strict=True):
-                    _checked(folder, _key(index, target, side), value, expected)
-                a[:rank], b[:, :rank] = found[0], found[1].astype(np.float32) * ratio
-            layer[target] = {"a": a, "b": b}
-        layers.append(layer)
+    sizes = lora.target_shapes(config)
+    layers = [
+        {
+            target: {
+                "a": np.zeros((shape.rank, sizes[target][1]), np.float32),
+                "b": np.zeros((sizes[target][0], shape.rank), np.float32),
+            }
+            for target in shape.targets
+        }
+        for _ in range(config.num_layers)
+    ]
+    for name in sorted(targets):
+        path, parts = modules[name]
+        own_rank = (described.get("rank_pattern") or {}).get(name, rank)
+        ratio = (described.get("alpha_pattern") or {}).get(name, alpha) / own_rank / shape.scale
+        if name not in fused:
+            _require_rank(folder, own_rank, parts[0], shape)
+        for index, layer in enumerate(layers):
+            rows = np.cumsum([sizes[part][0] for part in parts])
+            a, b = (
+                _checked(folder, key, tensors.pop(key, None), expected)
+                for key, expected in (
+                    (_key(index, path, "A"), (own_rank, sizes[parts[0]][1])),
+                    (_key(index, path, "B"), (int(rows[-1]), own_rank)),
+                )
+            )
+            blocks = dict(zip(parts, np.split(b, rows[:-1]), strict=True))
+            for part, columns in _columns(blocks, [part for part in parts if part in shape.targets]).items():
+                if part not in shape.targets:
+                    if len(columns):
+                        raise CheckpointError(
+                            f"{folder}: the adapter changes {part!r} (in {name}), which is not among the run's "
+                            f"--lora_targets ({','.join(shape.targets)})"
+                        )
+                    continue
+                _require_rank(folder, len(columns), part, shape)
+                layer[part]["a"][: len(columns)] = a[columns]
+                layer[part]["b"][:, : len(columns)] = blocks[part][:, columns].astype(np.float32) * ratio
     if tensors:
         raise CheckpointError(
             f"{folder}: tensor {min(tensors)} does not belong to this base ({config.num_layers} layers)"
@@ -190,56 +208,30 @@ def load(folder: str | os.PathLike, config: DecoderConfig, shape: lora.LoraConfi
     return tuple(layers)
 
 
-def _split(folder, tensors, targets, described, config: DecoderConfig, shape: lora.LoraConfig):
-    """Tensors and target modules of a PEFT folder with fused projections, as the unfused ones of the run's shape."""
-    sizes, found, kept = lora.target_shapes(config), dict(tensors), []
-    fused = {module.split(".")[1]: (module, parts) for module, parts in FUSED[config.family].items()}
-    plain = {MODULES[name].split(".")[1]: (MODULES[name], (name,)) for name in ("o", "down")}
-    for name in sorted(targets):
-        if name not in fused | plain:
-            kept.append(name)
-            continue
-        module, parts = (fused | plain)[name]
-        rank = described["rank_pattern"].get(name, described["r"])
-        ratio = described["alpha_pattern"].get(name, described["lora_alpha"]) / rank / shape.scale
-        kept += [MODULES[part].split(".")[1] for part in parts if part in shape.targets]
-        for index in range(config.num_layers):
-            keys = [_key(index, module, side) for side in "AB"]
-            a, b = (_checked(folder, key, found.pop(key, None), expected) for key, expected in zip(
-                keys, ((rank, sizes[parts[0]][1]), (sum(sizes[part][0] for part in parts), rank)), strict=True
-            ))  # fmt: skip
-            blocks = dict(zip(parts, np.split(b, np.cumsum([sizes[part][0] for part in parts])[:-1]), strict=True))
-            for part, columns in _columns(blocks, [part for part in parts if part in shape.targets], rank).items():
-                if part not in shape.targets and len(columns):
-                    raise CheckpointError(
-                        f"{folder}: the adapter changes {part!r} (in {name}), which is not among the run's "
-                        f"--lora_targets ({','.join(shape.targets)})"
-                    )
-                if len(columns) > shape.rank:
-                    raise CheckpointError(
-                        f"{folder}: the adapter has rank {len(columns)} on {part!r}, the run {shape.rank}: pass "
-                        f"--lora_rank={len(columns)}"
-                    )
-                if part in shape.targets:
-                    out, fan_in = sizes[part]
-                    own_a, own_b = np.zeros((shape.rank, fan_in), np.float32), np.zeros((out, shape.rank), np.float32)
-                    own_a[: len(columns)] = a[columns]
-                    own_b[:, : len(columns)] = blocks[part][:, columns].astype(np.float32) * ratio
-                    found[_key(index, part, "A")], found[_key(index, part, "B")] = own_a, own_b
-    return found, list(dict.fromkeys(kept))
+def _columns(blocks: Mapping[str, np.ndarray], held: list[str]) -> dict[str, np.ndarray]:
+    """The columns of `b` that each part of a module uses: its block where `b` is block-diagonal, else those not zero.
 
-
-def _columns(blocks: Mapping[str, np.ndarray], held: list[str], rank: int) -> dict[str, np.ndarray]:
-    """The columns of a fused `b` that each part uses: its block where `b` is block-diagonal, else those not zero."""
-    each = rank // max(len(held), 1)
+    Args:
+      blocks: each part's rows of `b`, `[out, rank]`.
+      held: the parts that may have an adapter.
+    """
+    rank = next(iter(blocks.values())).shape[1]
+    each = rank // len(held)
     diagonal = {part: np.arange(place * each, (place + 1) * each) for place, part in enumerate(held)}
-    outside = [np.delete(block, diagonal.get(part, []), axis=1).any() for part, block in blocks.items()]
-    if len(blocks) == 1 or (each * len(held) == rank and not any(outside)):
+    outside = (np.delete(block, diagonal.get(part, []), axis=1) for part, block in blocks.items())
+    if each * len(held) == rank and not any(rest.any() for rest in outside):
         return {part: diagonal.get(part, np.arange(0)) for part in blocks}
     return {part: np.flatnonzero(block.any(axis=0)) for part, block in blocks.items()}
 
 
-def _checked(folder, key: str, value: np.ndarray | None, expected: tuple[int, ...]) -> np.ndarray:
+def _require_rank(folder: pathlib.Path, rank: int, target: str, shape: lora.LoraConfig) -> None:
+    if rank > shape.rank:
+        raise CheckpointError(
+            f"{folder}: the adapter has rank {rank} on {target!r}, the run {shape.rank}: pass --lora_rank={rank}"
+        )
+
+
+def _checked(folder: pathlib.Path, key: str, value: np.ndarray | None, expected: tuple[int, ...]) -> np.ndarray:
     if value is None or value.shape != expected or not np.isfinite(value).all():
         what = "missing" if value is None else f"of shape {value.shape} or not finite"
         raise CheckpointError(f"{folder}: tensor {key} is {what}; this base needs {expected}")

@@ -9,8 +9,8 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from stackalign.lm import config as lm_config
-from stackalign.lm.weights import layout
+from stackalign.lm.config import DecoderConfig
+from stackalign.lm.weights import hf_config, layout
 from stackalign.lm.weights.layout import CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -26,13 +26,13 @@ _TEXT = (
 _VISION = ("vision_tower.", "multi_modal_projector.", "mm_projector.", "image_newline", "vision_model.")
 
 
-def load(folder: pathlib.Path, *, dtype: Any = np.float32) -> tuple[lm_config.DecoderConfig, dict[str, Any]]:
+def load(folder: pathlib.Path, *, dtype: Any = np.float32) -> tuple[DecoderConfig, dict[str, Any]]:
     """Reads configuration and parameters of a checkpoint folder; see `stackalign.lm.weights.load`."""
     fields = _read_json(folder / "config.json")
-    config = lm_config.from_hf(fields)
+    config = hf_config.from_hf(fields)
     with contextlib.ExitStack() as stack:
         found, readers = _open_all(folder, stack)
-        with_vision = lm_config.has_vision_part(fields)
+        with_vision = hf_config.has_vision_part(fields)
         stored = {_text_name(name) if with_vision else name: name for name in found}
         found = {name: found[stored[name]] for name in stored if name is not None}
 
