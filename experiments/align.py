@@ -27,7 +27,7 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from experiments import plan, prepare, settings
+from experiments import compilation, plan, prepare, settings
 
 FLAGS = flags.FLAGS
 
@@ -135,7 +135,7 @@ def run(chosen: dict[str, Any]) -> int:
     from stackalign import runs
     from stackalign.algorithms import align
 
-    prepare.use_compilation_cache()
+    compilation.use_cache()
     began = time.monotonic()
     folder = FLAGS.run_dir or f"outputs/{chosen['preset']}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = " ".join(

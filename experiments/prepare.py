@@ -33,12 +33,6 @@ class Ready(NamedTuple):
     contrasts: list[tuple[Instruction, str, str]]
 
 
-def use_compilation_cache() -> None:
-    """Keeps compiled programs between runs."""
-    jax.config.update("jax_compilation_cache_dir", str(fetch.cache_dir() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
 def check_instruction_files(chosen: Mapping[str, Any]) -> None:
     """Reads the instruction files before anything is made or loaded, so that a broken line stops the run at once."""
     for name in ("instructions", "test_instructions"):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags, logging
 
-from experiments import prepare, settings
+from experiments import compilation, prepare, settings
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("seeds", 5, "How many seeds.")
@@ -214,7 +214,7 @@ def main(argv: list[str]) -> int:
     from stackalign import runs
     from stackalign.algorithms import toy
 
-    prepare.use_compilation_cache()
+    compilation.use_cache()
     out = pathlib.Path(FLAGS.out_dir)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "rows.jsonl"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from stackalign.games import divergence, equilibrium, smida
 from stackalign.games.game import Game, conditional_cost, log_omega_ref, objective
@@ -118,4 +119,4 @@ def run(
 
     state, head = jax.lax.scan(one, solver.init(game), length=num_steps)
     last = record(game, solution, *solver.policies(state))
-    return state, jax.tree.map(lambda rows, row: jax.numpy.concatenate([rows, row[None]]), head, last)
+    return state, jax.tree.map(lambda rows, row: jnp.concatenate([rows, row[None]]), head, last)

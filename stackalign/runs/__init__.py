@@ -1,6 +1,6 @@
 """Runs on disk: the folder, the records, checkpoints, progress and the report."""
 
-from stackalign.runs import figures, records
+from stackalign.runs import figures, records, tabular_figures
 from stackalign.runs.checkpoints import Restored, commit, restore, resume, save
 from stackalign.runs.folder import FREE, RESULTS, Run, create, open_, require_free
 from stackalign.runs.progress import Bars
@@ -23,4 +23,5 @@ __all__ = [
     "resume",
     "save",
     "summarise",
+    "tabular_figures",
 ]

@@ -6,6 +6,7 @@ readers; markers tell lines apart without colour.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -21,7 +22,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _STRONG, _WEAK, _NEUTRAL = "#0072B2", "#D55E00", "#BBBBBB"
 
 
-def _figure(width: float, height: float) -> Figure:
+def blank(width: float, height: float) -> Figure:
+    """An empty figure of so many inches, without pyplot's global state."""
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -55,8 +57,10 @@ def _start(name: str, width: int = 36) -> str:
     return name if len(name) <= width else f"{name[: width - 1]}…"
 
 
-def _legend(axes: Axes) -> None:
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8, borderaxespad=0.0)
+def legend(axes: Axes, **options: Any) -> None:
+    """A legend to the right of the axes."""
+    look = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "frameon": False, "fontsize": 8, "borderaxespad": 0.0}
+    axes.legend(**{**look, **options})
 
 
 def _spread(values: Sequence[float], gap: float) -> list[float]:
@@ -109,7 +113,7 @@ def leader_weights(
     relative = _relative(weights, names)
     iterations = range(len(relative)) if iterations is None else iterations
     top, bottom = _ends(relative[-1], highlighted)
-    figure = _figure(8.5, 4.8)
+    figure = blank(8.5, 4.8)
     axes = _axes(figure, f"Leader weights of {len(names)} instructions", "iteration", "weight relative to uniform")
     marker = "o" if len(relative) == 1 else None
     for column in range(len(names)):
@@ -157,7 +161,7 @@ def leader_heatmap(
     rows = np.argsort(-span, kind="stable")[:shown]
     rows = rows[np.argsort(-np.nan_to_num(log[-1, rows], nan=-np.inf), kind="stable")]
     limit = max(0.05, float(np.nanmax(np.abs(log[:, rows]), initial=0.0)))
-    figure = _figure(max(5.0, 3.6 + 0.34 * min(len(relative), 24)), 1.6 + 0.2 * len(rows))
+    figure = blank(max(5.0, 3.6 + 0.34 * min(len(relative), 24)), 1.6 + 0.2 * len(rows))
     axes = figure.add_subplot()
     title = f"The {len(rows)} most dynamic of {len(names)} instructions" if len(rows) < len(names) else "Leader weights"
     axes.set_title(title, loc="left", fontsize=11)
@@ -192,7 +196,7 @@ def reputations(
     if ratings.shape != deviations.shape or ratings.ndim != 2 or ratings.shape[1] != len(names):
         raise ValueError(f"ratings {ratings.shape} and deviations {deviations.shape}: expected [T, {len(names)}]")
     iterations = range(len(ratings)) if iterations is None else iterations
-    figure = _figure(8.5, 4.4)
+    figure = blank(8.5, 4.4)
     axes = _axes(figure, "Reputations (band: ± one deviation)", "iteration", "reputation")
     final = np.nan_to_num(ratings[-1], nan=-np.inf)
     for index in np.argsort(-final, kind="stable"):  # the legend in the order in which the lines end
@@ -206,7 +210,7 @@ def reputations(
         axes.plot(iterations, centre, color=colour, marker=marker, markersize=4, linewidth=1.6, label=label)
     axes.ticklabel_format(axis="y", useOffset=False)
     _iterations(axes, iterations)
-    _legend(axes)
+    legend(axes)
     return figure
 
 
@@ -227,7 +231,7 @@ def win_rates(wins: ArrayLike, draws: ArrayLike, games: ArrayLike, names: Sequen
     played = np.where(games > 0, games, np.nan)
     rate, drawn = wins / played, draws / played
     size = 2.6 + 0.72 * count
-    figure = _figure(size + 0.9, size)
+    figure = blank(size + 0.9, size)
     axes = figure.add_subplot()
     axes.set_title("Win rate of the row agent against the column agent", loc="left", fontsize=11)
     colours = mpl.colormaps["PuOr_r"].with_extremes(bad="#D4D4D4")
@@ -276,7 +280,7 @@ def validation(
     if accuracies.ndim != 2 or accuracies.shape[1] != len(names):
         raise ValueError(f"accuracies have shape {accuracies.shape}, expected [iterations, {len(names)}]")
     iterations = range(len(accuracies)) if iterations is None else iterations
-    figure = _figure(8.5, 4.4)
+    figure = blank(8.5, 4.4)
     axes = _axes(figure, "Validation accuracy", "iteration", "accuracy")
     final = np.nan_to_num(accuracies[-1], nan=-np.inf)
     mean = np.array([np.mean(row[np.isfinite(row)]) if np.isfinite(row).any() else np.nan for row in accuracies])
@@ -294,7 +298,7 @@ def validation(
         )  # fmt: skip
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     _iterations(axes, iterations)
-    _legend(axes)
+    legend(axes)
     return figure
 
 
@@ -310,11 +314,11 @@ def gaps(target: ArrayLike, realised: ArrayLike, *, iterations: Sequence[int] | 
     if target.ndim != 1 or target.shape != realised.shape:
         raise ValueError(f"target {target.shape} and realised {realised.shape} must be vectors of one length")
     iterations = range(1, len(target) + 1) if iterations is None else iterations
-    figure = _figure(7.0, 3.6)
+    figure = blank(7.0, 3.6)
     axes = _axes(figure, "Matching: target and realised gap", "iteration", "relative reputation gap")
     axes.plot(iterations, target, color=COLOURS[5], linestyle=(0, (5, 2)), marker="s", markersize=4, label="target")
     axes.plot(iterations, realised, color=COLOURS[0], marker="o", markersize=4, label="realised mean")
     axes.set_ylim(-0.03, 1.03)
     _iterations(axes, iterations)
-    _legend(axes)
+    legend(axes)
     return figure

@@ -140,8 +140,8 @@ def read(path: str | os.PathLike[str], *, allow_torn: bool = False) -> list[dict
     return rows
 
 
-def write_atomic(path: str | os.PathLike[str], text: str) -> None:
-    """Replaces a whole file in one step: a reader sees the old text or the new one, also after a kill.
+def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Replaces a whole file in one step: a reader sees the old content or the new one, also after a kill.
 
     Raises:
       OSError: the folder cannot be written; the message names it.
@@ -149,8 +149,8 @@ def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     path = pathlib.Path(path)
     part = path.with_name(f".{path.name}.part")
     try:
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(part, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike
 
-from stackalign.runs.figures import COLOURS, DPI
+from stackalign.runs import figures
+from stackalign.runs.figures import COLOURS
 
 _BELOW = 30.0  # how far below the floor of rounding an axis reaches
 
@@ -23,12 +23,6 @@ class Race(NamedTuple):
 
     gaps: ArrayLike
     seconds_per_step: float
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _drawable(values: ArrayLike) -> np.ndarray:
@@ -52,12 +46,6 @@ def _style(axes: Axes, title: str, curves: list[np.ndarray], floor: float, integ
     axes.set_axisbelow(True)
 
 
-def _legend(axes: Axes) -> None:
-    axes.legend(
-        loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8.5, borderaxespad=0.0, labelspacing=0.8
-    )
-
-
 _LEADER = {"leader": r"KL($\pi_t\,\Vert\,\pi_*$)", "leader_reverse": r"KL($\pi_*\,\Vert\,\pi_t$)"}
 _FOLLOWER = {"follower": r"KL($\omega_t\,\Vert\,\omega_*$)", "follower_reverse": r"KL($\omega_*\,\Vert\,\omega_t$)"}
 
@@ -76,7 +64,7 @@ def divergences(
       promised: "follower" (bound 13), "leader" (bound 14) and "leader_simple" (bound 15), `[T + 1]` each.
       floors: "leader" and "follower", the divergences that rounding alone can make.
     """
-    figure = _figure(9.0, 6.2)
+    figure = figures.blank(9.0, 6.2)
     top, bottom = figure.subplots(2, sharex=True)
     for axes, title, names, limits, floor in (
         (top, "Follower, largest over contexts and Leader actions", _FOLLOWER, {"follower": "bound 13"}, "follower"),
@@ -90,7 +78,7 @@ def divergences(
             axes.plot(steps, values, color=colour, linestyle=style, linewidth=1.7, label=name)
         _style(axes, title, [values for values, _ in curves], floors[floor])
         axes.set_ylabel("KL divergence (nats)")
-        _legend(axes)
+        figures.legend(axes, fontsize=8.5, labelspacing=0.8)
     bottom.set_xlabel("step t")
     return figure
 
@@ -102,7 +90,7 @@ def solvers(races: Mapping[str, Race], *, floor: float) -> Figure:
       races: by what the legend calls the solver.
       floor: the gap that rounding alone can make. Gaps below it (also 0) are drawn at the bottom of the axis.
     """
-    figure = _figure(11.0, 4.2)
+    figure = figures.blank(11.0, 4.2)
     left, right = figure.subplots(1, 2, sharey=True)
     curves = [np.maximum(np.asarray(race.gaps, np.float64), floor / _BELOW) for race in races.values()]
     for number, (curve, (name, race)) in enumerate(zip(curves, races.items(), strict=True)):
@@ -115,5 +103,5 @@ def solvers(races: Mapping[str, Race], *, floor: float) -> Figure:
     left.set_ylabel("saddle gap (units of utility)")
     left.set_xlabel("step")
     right.set_xlabel("milliseconds")
-    _legend(right)
+    figures.legend(right, fontsize=8.5, labelspacing=0.8)
     return figure

@@ -1,0 +1,1 @@
+"""Parts of `experiments.tabular_smida`: the game, the jobs on it, and how their findings read."""
