@@ -2,7 +2,7 @@
 
     python -m experiments.bench --suite=lm                       # about 5 minutes on two CPU cores
     python -m experiments.bench --suite=lm --only='decode_(1|4)$' --repeats=5
-    python -m experiments.bench --suite=tabular                  # about 5 minutes
+    python -m experiments.bench --suite=tabular                  # about 4 minutes
     python -m experiments.bench --suite=population
 
 Prints one JSON object a line. The first, "machine", says where it ran; every other is a row:

@@ -1,6 +1,6 @@
 """What a model needs on every device of a mesh, before anything is loaded: compiled ahead of time, nothing is computed.
 
-    python -m experiments.plan_memory --model=qwen2.5-7b --mesh=fsdp=8          # about 2 minutes on two CPU cores
+    python -m experiments.plan_memory --model=qwen2.5-7b --mesh=fsdp=8          # about a minute on two CPU cores
     python -m experiments.plan_memory --model=FOLDER --mesh=data=2,fsdp=4 --agents=4 --rows=64
 
 The programs of a run (answering, scoring as a judge, a DPO step) are compiled for simulated devices of the mesh.
