@@ -37,6 +37,13 @@ class LayerCache(NamedTuple):
     values: jax.Array
 
 
+def _rope_constants(config: DecoderConfig, local: bool):
+    """Base and scaling of a layer's rotary frequencies; those of layers with a window are unscaled if their own."""
+    if local and config.local_rope_theta is not None:
+        return config.local_rope_theta, None
+    return config.rope_theta, config.rope_scaling
+
+
 def rope_frequencies(config: DecoderConfig, *, local: bool = False) -> jax.Array:
     """Inverse frequencies `[rotary_dim / 2]` in radians a position, float32, scaled as the config says.
 
@@ -45,10 +52,9 @@ def rope_frequencies(config: DecoderConfig, *, local: bool = False) -> jax.Array
       local: those of the layers with a window, where they have a base of their own.
     """
     half = config.rotary_size // 2
-    theta = config.local_rope_theta if local and config.local_rope_theta is not None else config.rope_theta
+    theta, scaling = _rope_constants(config, local)
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    scaling = config.rope_scaling
-    if scaling is None or (local and config.local_rope_theta is not None):
+    if scaling is None:
         return frequencies
     if isinstance(scaling, DividedRope):
         return frequencies / jnp.asarray(scaling.divisors, jnp.float32)
@@ -66,7 +72,8 @@ def rope_frequencies(config: DecoderConfig, *, local: bool = False) -> jax.Array
 def rope(config: DecoderConfig, positions: jax.Array, *, local: bool = False) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[rotary_dim / 2, rows, length]`, float32, of integer `positions` `[rows, length]`."""
     angles = rope_frequencies(config, local=local)[:, None, None] * positions.astype(jnp.float32)
-    size = config.rope_scaling.attention_factor if isinstance(config.rope_scaling, DividedRope) and not local else 1.0
+    _, scaling = _rope_constants(config, local)
+    size = scaling.attention_factor if isinstance(scaling, DividedRope) else 1.0
     return jnp.cos(angles) * size, jnp.sin(angles) * size
 
 

@@ -55,6 +55,12 @@ FAMILIES = {
                             "short_factor": FACTORS, "long_factor": [2 * factor for factor in FACTORS],
                             "original_max_position_embeddings": 32},
     }),
+    "phi3-128k": (transformers.Phi3Config, {
+        "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 9,
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": FACTORS,
+                            "long_factor": FACTORS, "original_max_position_embeddings": 32},
+    }),
     "cohere": (transformers.CohereConfig, {
         "hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1, "logit_scale": 0.0625,
     }),
