@@ -130,6 +130,11 @@ def drop(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
     return jnp.where(keep, x * (65536 / (65536 - threshold)), 0).astype(x.dtype)
 
 
+def take(rows: Rows | None, index: jax.Array) -> Rows | None:
+    """`Rows` of some rows of a batch, int `[n]`, with repetitions."""
+    return None if rows is None else rows._replace(one_hot=rows.one_hot[:, index])
+
+
 def per_layer(rows: Rows | None, index: int) -> Rows | None:
     """`rows` with the dropout key of layer `index`."""
     if rows is None or rows.key is None:

@@ -5,6 +5,7 @@ grouped by base, sorted by length, padded to a few fixed shapes (one compiled pr
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -66,11 +67,12 @@ class Answer(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How to decode. Temperature 0 is greedy; defaults are the paper's for duels (Appendix C)."""
+    """How to decode; defaults are the paper's for duels (Appendix C). Temperature 0 is greedy, top-k 0 is no cut."""
 
     max_new_tokens: int = 256
     temperature: float = 0.7
     top_p: float = 0.9
+    top_k: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,8 @@ Stacks = Mapping[str, lora.Adapters]
 def place(pool: Pool, stacks: Stacks, mesh: jax.sharding.Mesh) -> tuple[Pool, Stacks]:
     """The pool and its adapters on a mesh: bases in parts (`lm.sharding`), adapters whole on every device."""
     bases = {
-        name: base._replace(params=sharding.place(base.params, mesh), mesh=mesh) for name, base in pool.bases.items()
+        name: base._replace(params=sharding.place(base.params, base.config, mesh), mesh=mesh)
+        for name, base in pool.bases.items()
     }
     return dataclasses.replace(pool, bases=bases), sharding.replicate(dict(stacks), mesh)
 
@@ -183,9 +186,70 @@ def _rows(pool: Pool, name: str, agents: Sequence[int], num_rows: int) -> lora.R
     return lora.rows(pool.lora, len(members), jnp.asarray(slots))
 
 
+def _shared_prefixes(pool: Pool, name: str, requests: Sequence[tuple], keep: int) -> np.ndarray:
+    """Ids int32 `[members, L]` that all prompts of each member of a base begin with; L is one of `LENGTHS`, or 0.
+
+    The last `keep` tokens of a prompt are never in it. The chat template, a system prompt and the constant part of a
+    judge's prompt are such beginnings.
+    """
+    members = pool.members(name)
+    prompts: dict[int, list[list[int]]] = {member: [] for member in members}
+    for agent, prompt, *_ in requests:
+        if agent in prompts:
+            prompts[agent].append(list(prompt))
+    common = {}
+    for member, found in prompts.items():
+        if found:
+            common[member] = os.path.commonprefix(found)[: max(min(map(len, found)) - keep, 0)]
+    shortest = min(map(len, common.values()), default=0)
+    length = max((size for size in LENGTHS if size <= shortest), default=0)
+    prefixes = np.zeros((len(members), length), np.int32)
+    for slot, member in enumerate(members):
+        prefixes[slot] = common.get(member, [0] * length)[:length]
+    return prefixes
+
+
+class _Prompts(NamedTuple):
+    """A batch of prompts as `generate.prefill` takes it: what follows the prefix, and the prefix if it saves work."""
+
+    tokens: jax.Array
+    mask: jax.Array
+    rows: lora.Rows | None
+    prefix: generate.Prefix | None
+
+
+def _prompts(
+    pool: Pool, stacks: Stacks | None, name: str, prefixes: np.ndarray, requests: Sequence[tuple[int, Sequence[int]]]
+) -> _Prompts:
+    base, num_rows = pool.bases[name], row_bucket(len(requests))
+    agents, longest = [agent for agent, *_ in requests], max(len(prompt) for _, prompt, *_ in requests)
+    (count, shared), width = prefixes.shape, bucket(longest)
+    rest = bucket(max(longest - shared, 1))
+    if shared == 0 or count * shared + num_rows * rest > 0.8 * num_rows * width:
+        shared, rest = 0, width
+    tokens, mask = pad([prompt[shared:] for _, prompt, *_ in requests], rest, num_rows, left=True)
+    adapted = stacks is not None
+    prefix = None
+    if shared:
+        index = np.zeros(num_rows, np.int32)
+        index[: len(agents)] = [pool.members(name).index(agent) for agent in agents]
+        whose = _rows(pool, name, pool.members(name), count) if adapted else None
+        prefix = generate.Prefix(*rows_on(base, (prefixes, index)), whose)
+    return _Prompts(*rows_on(base, (tokens, mask)), _rows(pool, name, agents, num_rows) if adapted else None, prefix)
+
+
 def check_context(pool: Pool, agent: int, prompt: Sequence[int], new_tokens: int) -> None:
-    """Raises ValueError when a prompt and its answer do not fit the agent's context; nothing is ever cut silently."""
-    limit = pool.bases[pool.agents[agent].base].config.max_positions
+    """Raises ValueError when a prompt and its answer do not fit the agent's context, or an id has no embedding.
+
+    Nothing is ever cut silently.
+    """
+    config = pool.bases[pool.agents[agent].base].config
+    if len(prompt) and max(prompt) >= config.vocab_size:
+        raise ValueError(
+            f"a prompt holds id {max(prompt)}, but the embedding of base {pool.agents[agent].base!r} has "
+            f"{config.vocab_size} rows (vocab_size): its tokenizer or chat template is another model's"
+        )
+    limit = config.max_positions
     if len(prompt) + new_tokens > limit:
         raise ValueError(
             f"a prompt of {len(prompt)} tokens and an answer of up to {new_tokens} exceed the context of {limit} "
@@ -212,8 +276,8 @@ def generate_answers(
       sampling: see `Sampling`.
       max_tokens: padded tokens a batch, prompt and answer; bounds memory.
     """
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.max_new_tokens < 1:
-        raise ValueError(f"{sampling}: temperature must be ≥ 0, top_p in (0, 1] and max_new_tokens ≥ 1")
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.max_new_tokens < 1 or sampling.top_k < 0:
+        raise ValueError(f"{sampling}: temperature and top_k must be ≥ 0, top_p in (0, 1] and max_new_tokens ≥ 1")
     answers: list[Answer | None] = [None] * len(requests)
     agents = [agent for agent, _ in requests]
     for agent, prompt in requests:
@@ -221,28 +285,35 @@ def generate_answers(
     done = 0
     progress(phase, 0, len(requests), "answers")
     lengths = [len(prompt) for _, prompt in requests]
+    prefixes = {name: _shared_prefixes(pool, name, requests, 1) for name in pool.bases}
     for name, chosen in _batches(pool, agents, lengths, max_tokens, sampling.max_new_tokens):
         base = pool.bases[name]
-        num_rows = row_bucket(len(chosen))
-        prompts, mask = pad(
-            [requests[i][1] for i in chosen], bucket(max(lengths[i] for i in chosen)), num_rows, left=True
-        )
-        index = np.zeros(num_rows, np.int32)
+        index = np.zeros(row_bucket(len(chosen)), np.int32)
         index[: len(chosen)] = chosen
+        places: dict[tuple, int] = {}
+        source = np.zeros(len(index), np.int32)
+        source[: len(chosen)] = [places.setdefault((agents[i], tuple(requests[i][1])), len(places)) for i in chosen]
+        repeated = 2 * len(places) <= len(chosen)
+        batch = _prompts(
+            pool, stacks, name, prefixes[name], list(places) if repeated else [requests[i] for i in chosen]
+        )
         out = generate.generate(
             base.params,
             None if stacks is None else stacks[name],
             base.config,
-            *rows_on(base, (keys[index], prompts, mask)),
-            None if stacks is None else _rows(pool, name, [agents[i] for i in chosen], num_rows),
+            rows_on(base, keys[index]),
+            *batch,
+            rows_on(base, source) if repeated else None,
             max_new_tokens=sampling.max_new_tokens,
             temperature=max(sampling.temperature, 1e-6),
             top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
+            top_k=sampling.top_k if sampling.temperature > 0 else 0,
             greedy=sampling.temperature == 0,
             eos_ids=tuple(base.tokenizer.eos_ids),
             vocab_size=base.tokenizer.vocab_size,
+            mesh=base.mesh,
         )
-        tokens, kept, finished = (np.asarray(x) for x in (out.tokens, out.mask, out.finished))
+        tokens, kept, finished = sharding.fetch((out.tokens, out.mask, out.finished))
         for row, i in enumerate(chosen):
             ids = tuple(int(token) for token in tokens[row][kept[row]])
             text = base.tokenizer.decode(ids[:-1] if finished[row] else ids)
@@ -253,7 +324,7 @@ def generate_answers(
 
 
 _completion_log_probs = jax.jit(
-    score.completion_log_probs, static_argnames=("config", "vocab_size", "remat", "train_head")
+    score.completion_log_probs, static_argnames=("config", "vocab_size", "remat", "train_head", "mesh")
 )
 
 
@@ -321,8 +392,9 @@ def score_answers(
             None if stacks is None else _rows(pool, name, [agents[i] for i in chosen], num_rows),
             temperature=temperature,
             vocab_size=base.tokenizer.vocab_size,
+            mesh=base.mesh,
         )
-        totals = np.asarray(values, np.float64).sum(axis=2).reshape(-1)
+        totals = sharding.fetch(values).astype(np.float64).sum(axis=2).reshape(-1)
         for place, index in enumerate(held):
             if index is not None:
                 sums[index] = totals[place]
@@ -331,16 +403,14 @@ def score_answers(
     return sums[inverse], counts[inverse]
 
 
-def _next_log_probs(params, adapters, config, tokens, mask, rows, *, last: int, vocab_size: int):
-    hidden, _ = decoder.apply(
-        params, adapters, config, tokens, decoder.positions_of(mask), decoder.causal_mask(mask), rows=rows
-    )
+def _next_log_probs(params, adapters, config, tokens, mask, rows, prefix, *, last: int, vocab_size: int, mesh):
+    hidden, *_ = generate.prefill(params, adapters, config, tokens, mask, rows, prefix, mesh)
     hidden = hidden[:, :, -last:]
     values = decoder.logits(params, hidden.reshape(hidden.shape[0], -1), vocab_size)
     return jax.nn.log_softmax(values, axis=0).reshape(-1, *hidden.shape[1:])
 
 
-_next_log_probs = jax.jit(_next_log_probs, static_argnames=("config", "last", "vocab_size"))
+_next_log_probs = jax.jit(_next_log_probs, static_argnames=("config", "last", "vocab_size", "mesh"))
 
 
 def next_log_probs(
@@ -368,23 +438,21 @@ def next_log_probs(
         check_context(pool, agent, prompt, 1)
     done = 0
     progress(phase, 0, len(requests), "answers")
+    prefixes = {name: _shared_prefixes(pool, name, requests, len(ids)) for name in pool.bases}
     for name, chosen in _batches(pool, agents, [len(p) for _, p in requests], max_tokens, 0):
         base = pool.bases[name]
-        num_rows = row_bucket(len(chosen))
-        tokens, mask = pad(
-            [requests[i][1] for i in chosen], bucket(max(len(requests[i][1]) for i in chosen)), num_rows, left=True
-        )
         values = _next_log_probs(
             base.params,
             None if stacks is None else stacks[name],
             base.config,
-            *rows_on(base, (tokens, mask)),
-            None if stacks is None else _rows(pool, name, [agents[i] for i in chosen], num_rows),
+            *_prompts(pool, stacks, name, prefixes[name], [requests[i] for i in chosen]),
             last=len(ids),
             vocab_size=base.tokenizer.vocab_size,
+            mesh=base.mesh,
         )
+        values = sharding.fetch(values)
         for row, i in enumerate(chosen):
-            out[i] = [np.asarray(values[np.asarray(wanted), row, k]) for k, wanted in enumerate(ids)]
+            out[i] = [values[np.asarray(wanted), row, k] for k, wanted in enumerate(ids)]
         done += len(chosen)
         progress(phase, done, len(requests), "answers")
     return out

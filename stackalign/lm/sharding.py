@@ -11,7 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from stackalign.lm.config import DecoderConfig
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -115,25 +118,114 @@ def shardings(params: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda leaf, spec: fit(spec, leaf.shape, mesh), params, specs(params))
 
 
-def place(params: Any, mesh: Mesh) -> Any:
+def parts(config: DecoderConfig, mesh: Mesh | None) -> int:
+    """Into how many parts the rows of fused projections are cut, each with its share of every projection in them.
+
+    The size of "tensor" where it divides heads and inner features; otherwise 1, and outputs of fused projections move
+    between devices when they are split.
+    """
+    size = 1 if mesh is None else mesh.shape["tensor"]
+    return size if all(n % size == 0 for n in (config.num_kv_heads, config.intermediate_size)) else 1
+
+
+def interleave(params: Any, config: DecoderConfig, parts: int) -> Any:
+    """Parameters with the rows of fused projections in `parts` parts; see `decoder.split_rows`."""
+    if parts == 1:
+        return params
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = {"qkv": (q, kv, kv), "qkv_bias": (q, kv, kv), "gate_up": (config.intermediate_size,) * 2}
+
+    def reorder(path, leaf):
+        if (name := path[-1].key) not in sizes:
+            return leaf
+        pieces, start = [], 0
+        for size in sizes[name]:
+            pieces.append(np.arange(start, start + size).reshape(parts, -1))
+            start += size
+        return leaf[np.concatenate(pieces, axis=1).reshape(-1)]
+
+    return jax.tree_util.tree_map_with_path(reorder, params)
+
+
+def place(params: Any, config: DecoderConfig, mesh: Mesh) -> Any:
     """Parameters of a decoder on a mesh; each device receives its part only."""
-    return jax.tree.map(jax.device_put, params, shardings(params, mesh))
+    params = interleave(params, config, parts(config, mesh))
+    return jax.tree.map(put, params, shardings(params, mesh))
+
+
+def put(leaf: Any, where: NamedSharding) -> jax.Array:
+    """An array that every process holds, laid out on the devices of all of them."""
+    if where.is_fully_addressable:
+        return jax.device_put(leaf, where)
+    leaf, key = (jax.random.key_data(leaf), leaf) if _is_key(leaf) else (leaf, None)
+    host = np.asarray(leaf)
+    out = jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+    return out if key is None else jax.random.wrap_key_data(out, impl=jax.random.key_impl(key))
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def fetch(tree: Any) -> Any:
+    """NumPy arrays of the whole values, in every process."""
+
+    def one(leaf):
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return np.asarray(leaf)
+        return multihost_utils.process_allgather(leaf, tiled=True)
+
+    return jax.tree.map(one, tree)
+
+
+def gather(layer: Any, mesh: Mesh | None, tokens: int) -> Any:
+    """Inside `jit`: a layer's parameters, put together along "fsdp" where that moves less than the activations.
+
+    A pass over many tokens gathers each layer's weights where it uses them. For few (a decoding step) the weights stay
+    where they are and sums of activations travel.
+
+    Args:
+      layer: parameters by name.
+      mesh: None changes nothing.
+      tokens: rows times length of the pass, all devices together.
+    """
+    if mesh is None or mesh.shape["fsdp"] == 1 or tokens < layer["o"].shape[0]:
+        return layer
+    return {name: _gathered(name, leaf, mesh) for name, leaf in layer.items()}
+
+
+def _gathered(name: str, leaf: jax.Array, mesh: Mesh) -> jax.Array:
+    spec = PartitionSpec(*(None if axis == "fsdp" else axis for axis in RULES[name]))
+    return jax.lax.with_sharding_constraint(leaf, fit(spec, leaf.shape, mesh))
+
+
+def gather_head(head: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Inside `jit`: the vocabulary projection, put together along "fsdp"."""
+    return head if mesh is None or mesh.shape["fsdp"] == 1 else _gathered("lm_head", head, mesh)
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
     """Arrays whole on every device: adapters and their moments, which are small, and keys."""
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    return jax.tree.map(lambda leaf: put(leaf, NamedSharding(mesh, PartitionSpec())), tree)
 
 
-def constrain_rows(tree: Any, mesh: Mesh | None) -> Any:
-    """Inside `jit`: rows at axis 0 shared out as by `place_rows`, after a reshape that lost it; no mesh, no change."""
+def row_shards(mesh: Mesh | None, num_rows: int) -> int:
+    """Into how many parts a batch of `num_rows` rows is cut."""
+    size = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    return size if num_rows % size == 0 else 1
+
+
+def _rows(leaf: Any, mesh: Mesh, axis: int) -> NamedSharding:
+    return fit(PartitionSpec(*[None] * axis, ("data", "fsdp")), leaf.shape, mesh)
+
+
+def constrain_rows(tree: Any, mesh: Mesh | None, axis: int = 0) -> Any:
+    """Inside `jit`: rows at `axis` shared out as by `place_rows`; no mesh, no change."""
     if mesh is None:
         return tree
-    spec = PartitionSpec(("data", "fsdp"))
-    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, fit(spec, leaf.shape, mesh)), tree)
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, _rows(leaf, mesh, axis)), tree)
 
 
 def place_rows(tree: Any, mesh: Mesh, axis: int = 0) -> Any:
     """Arrays of a batch, their rows at `axis` shared out over "data" and "fsdp" (whole where they do not divide)."""
-    spec = PartitionSpec(*[None] * axis, ("data", "fsdp"))
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, fit(spec, leaf.shape, mesh)), tree)
+    return jax.tree.map(lambda leaf: put(leaf, _rows(leaf, mesh, axis)), tree)

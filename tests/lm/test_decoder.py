@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stackalign.lm import decoder, weights
+from stackalign.lm import attention, decoder, weights
 from stackalign.lm.config import DecoderConfig, RopeScaling
 
 CONFIG = DecoderConfig(
@@ -129,7 +129,7 @@ def test_attend_by_loops():
     keys, values = rng.standard_normal((2, 2, 4, 2, 5)).astype(np.float32)
     mask = rng.random((2, 3, 5)) < 0.6
     mask[..., 0] = True
-    found = np.asarray(decoder.attend(query, keys, values, mask, 0.5))
+    found = np.asarray(attention.attend(query, keys, values, mask, 0.5))
     for head, row, position in np.ndindex(6, 2, 3):
         logits = keys[head // 3, :, row].T @ query[head, :, row, position] / 2.0
         chosen = np.where(mask[row, position], np.exp(logits), 0)

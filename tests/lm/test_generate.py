@@ -24,6 +24,7 @@ NUCLEUS = jax.jit(generate.nucleus_mask)
 DRAW = jax.jit(generate.categorical)
 NUCLEUS_DRAW = jax.jit(generate.nucleus_draw)
 SAMPLE = jax.jit(generate.sample, static_argnums=(3, 4))
+TOP_K = jax.jit(generate.top_k_mask, static_argnums=1)
 ARGMAX = jax.jit(generate.argmax)
 SCORE = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size"))
 
@@ -229,6 +230,78 @@ def test_temperature_numbers():
     greedy, log_probs = SAMPLE(keys(0, 64), logits, 0.6, 1.0, True)
     assert (np.asarray(greedy) == 0).all()
     np.testing.assert_allclose(log_probs, 2 - np.log(np.exp([2, 1, 0]).sum()), atol=1e-6)
+
+
+# --- top-k ---
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=5, max_size=5),
+    top_k=st.integers(1, 4),
+    shared=st.booleans(),
+)
+def test_top_k_keeps_the_largest_and_their_ties(values, top_k, shared):
+    values = np.array(values, np.float32) + np.float32(0)  # no negative zero, whose bits differ from zero's
+    if shared:
+        values[3] = values[1]
+    kept = TOP_K(jnp.asarray(values)[:, None], top_k)[:, 0]
+    np.testing.assert_array_equal(kept, values >= np.sort(values)[-top_k])
+
+
+def test_top_k_before_top_p_as_transformers_cuts():
+    # 0.4 0.3 0.2 0.1: of the three largest, renormalised to 4/9 3/9 2/9, two reach 0.75; of all four, three would.
+    logits = jnp.tile(jnp.log(jnp.array([[0.1], [0.4], [0.2], [0.3]])), (1, 4000))
+    cuts = ((3, 0.75, [1, 3]), (0, 0.75, [1, 2, 3]), (1, 1.0, [1]), (2, 0.3, [1]), (9, 1.0, range(4)))
+    for top_k, top_p, allowed in cuts:
+        tokens, log_probs = generate.sample(keys(1, 4000), logits, 1.0, top_p, False, top_k)
+        assert sorted(set(np.asarray(tokens).tolist())) == sorted(allowed), (top_k, top_p)
+        # Of the whole distribution, before the cuts.
+        np.testing.assert_allclose(np.exp(log_probs), np.array([0.1, 0.4, 0.2, 0.3])[tokens], rtol=1e-5)
+    tokens, _ = generate.sample(keys(2, 4000), logits, 1.0, 1.0, False, 2)
+    assert abs(np.mean(np.asarray(tokens) == 1) - 4 / 7) < 4 * (12 / 49 / 4000) ** 0.5
+
+
+# --- shared work ---
+
+
+@pytest.mark.parametrize("windows", [(), (3,)])
+def test_a_shared_prefix_changes_nothing(params, windows):
+    config = dataclasses.replace(CONFIG, windows=windows)
+    beginnings = np.array([[7, 3, 9, 1], [2, 2, 5, 30]], np.int32)
+    index = np.array([1, 0, 1, 1])
+    rows = lora.rows(lora.LoraConfig(rank=2), 2, index)
+    stack = jax.tree.map(
+        lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
+        lora.init(jax.random.key(5), config, lora.LoraConfig(rank=2), 2),
+    )
+    run = functools.partial(generate.generate, params, stack, config, keys(3, 4))
+    kwargs = dict(max_new_tokens=6, temperature=0.8, top_p=0.9, eos_ids=(1,), vocab_size=VOCAB)
+    prompts = [[*beginnings[i], *prompt] for i, prompt in zip(index, PROMPTS, strict=True)]
+    whole = run(*left(prompts, 10), rows, **kwargs)
+    prefix = generate.Prefix(beginnings, index, lora.rows(lora.LoraConfig(rank=2), 2, np.arange(2)))
+    split = run(*left(PROMPTS, 6), rows, prefix, **kwargs)
+    np.testing.assert_array_equal(split.tokens, whole.tokens)
+    np.testing.assert_allclose(split.log_probs, whole.log_probs, atol=2e-5)
+
+
+def test_completions_of_one_prompt_share_it(params):
+    source = np.array([2, 0, 0, 3, 2, 2])
+    kwargs = dict(max_new_tokens=6, temperature=0.9, eos_ids=(1,), vocab_size=VOCAB)
+    shape = lora.LoraConfig(rank=2)
+    stack = lora.init(jax.random.key(5), CONFIG, lora.LoraConfig(rank=2), 2)
+    stack = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), stack)
+    agents = np.array([0, 1, 1, 0])
+    one_each = generate.generate(
+        params, stack, CONFIG, keys(4, 6), *left([PROMPTS[i] for i in source], 5),
+        lora.rows(shape, 2, agents[source]), **kwargs,
+    )  # fmt: skip
+    shared = generate.generate(
+        params, stack, CONFIG, keys(4, 6), *left(PROMPTS, 5), lora.rows(shape, 2, agents), None, source, **kwargs
+    )
+    np.testing.assert_array_equal(shared.tokens, one_each.tokens)
+    np.testing.assert_allclose(shared.log_probs, one_each.log_probs, atol=2e-5)
+    assert len({tuple(row) for row in np.asarray(shared.tokens)[source == 2].tolist()}) > 1
 
 
 # --- the ends of answers ---

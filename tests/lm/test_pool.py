@@ -267,6 +267,63 @@ def test_next_log_probs_equal_the_scores_of_single_tokens(pool, stacks, requests
         np.testing.assert_allclose(np.concatenate(again[i]), np.concatenate(found[i]), atol=1e-5)
 
 
+# --- shared work ---
+
+
+@pytest.fixture
+def prefills(monkeypatch):
+    """(rows, padded length, prefixes, their length) of every prefill that is traced."""
+    seen, prefill = [], generate.prefill
+
+    def recorded(params, adapters, config, prompts, mask, rows=None, prefix=None, mesh=None):
+        seen.append((*prompts.shape, *((0, 0) if prefix is None else prefix.tokens.shape)))
+        return prefill(params, adapters, config, prompts, mask, rows, prefix, mesh)
+
+    jax.clear_caches()
+    monkeypatch.setattr(generate, "prefill", recorded)
+    return seen
+
+
+def long_requests(pool, count=8):
+    """Requests of two agents of one base whose prompts begin alike, each agent's with its own words."""
+    rng = np.random.default_rng(1)
+    shared = {0: "".join(rng.choice(list("0123"), 16)), 3: "".join(rng.choice(list("0123"), 17))}
+    return [
+        (agent, lm_pool.encode_prompt(pool, agent, shared[agent] + "".join(rng.choice(list("012"), 1 + i % 4)) + "3"))
+        for i, agent in enumerate([0, 3] * (count // 2))
+    ]
+
+
+def test_what_prompts_begin_with_runs_once_an_agent(pool, stacks, prefills):
+    requests = long_requests(pool)
+    found = lm_pool.generate_answers(pool, stacks, jax.random.split(jax.random.key(0), 8), requests, GREEDY)
+    assert prefills == [(8, 8, 3, 16)]
+    for (agent, prompt), answer in zip(requests, found, strict=True):
+        assert alone(pool, stacks, jax.random.key(0), agent, prompt, GREEDY) == (answer.ids, answer.finished)
+    prefills.clear()
+    asked = [[4, 5, 9], [10]]
+    together = lm_pool.next_log_probs(pool, stacks, requests, asked)
+    assert prefills == [(8, 8, 3, 16)]
+    for request, values in zip(requests, together, strict=True):
+        (expected,) = lm_pool.next_log_probs(pool, stacks, [request], asked)
+        np.testing.assert_allclose(np.concatenate(values), np.concatenate(expected), atol=1e-5)
+
+
+def test_answers_to_one_prompt_share_its_prefill(pool, stacks, prefills):
+    requests = [request for request in long_requests(pool, 4) for _ in range(4)]
+    keys = jax.random.split(jax.random.key(0), 16)
+    found = lm_pool.generate_answers(pool, stacks, keys, requests, SAMPLED)
+    assert [rows for rows, *_ in prefills] == [4]
+    for key, (agent, prompt), answer in zip(keys, requests, found, strict=True):
+        assert alone(pool, stacks, key, agent, prompt, SAMPLED) == (answer.ids, answer.finished)
+    assert len({answer.ids for answer in found[:4]}) > 1
+
+
+def test_short_beginnings_do_not_pay(pool, stacks, prefills, requests, keys):
+    lm_pool.generate_answers(pool, stacks, keys, requests, GREEDY)
+    assert prefills and all(length == 0 for *_, length in prefills)
+
+
 def test_next_log_probs_sum_to_one_over_the_vocabulary(pool, stacks):
     vocab = pool.bases["digits"].tokenizer.vocab_size
     (values,), = lm_pool.next_log_probs(pool, stacks, [(2, [3, 4, 2])], [range(vocab)])

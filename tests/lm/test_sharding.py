@@ -51,7 +51,7 @@ completion_mask = np.ones((8, 6), bool)
 completion_mask[1::2, 4:] = False
 rows = lora.rows(shape, 2, jnp.arange(8) % 2)
 
-placed = sharding.place(params, mesh)
+placed = sharding.place(params, config, mesh)
 stack_placed = sharding.replicate(stack, mesh)
 batch = sharding.place_rows((tokens, mask, completions, completion_mask), mesh)
 qkv = placed["layers"][0]["qkv"]
@@ -59,15 +59,15 @@ if sys.argv[2] == "llama":
     parts = mesh.shape["fsdp"] * mesh.shape["tensor"]
     assert qkv.addressable_shards[0].data.size * parts == qkv.size, qkv.sharding
 
-log_probs = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size", "remat"))
+log_probs = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size", "remat", "mesh"))
 one = log_probs(params, stack, config, tokens, mask, completions, completion_mask, rows, vocab_size=96)
-two = log_probs(placed, stack_placed, config, *batch, rows, vocab_size=96)
+two = log_probs(placed, stack_placed, config, *batch, rows, vocab_size=96, mesh=mesh)
 np.testing.assert_allclose(two, one, atol=2e-5)
 
-forward = jax.jit(decoder.apply, static_argnames=("config",))
+forward = jax.jit(decoder.apply, static_argnames=("config", "mesh"))
 hidden = [
-    forward(p, s, config, t, decoder.positions_of(m), decoder.causal_mask(m), rows=rows)[0]
-    for p, s, (t, m) in ((params, stack, (tokens, mask)), (placed, stack_placed, batch[:2]))
+    forward(p, s, config, t, decoder.positions_of(m), decoder.causal_mask(m), rows=rows, mesh=on)[0]
+    for p, s, (t, m), on in ((params, stack, (tokens, mask), None), (placed, stack_placed, batch[:2], mesh))
 ]
 np.testing.assert_allclose(hidden[1], hidden[0], atol=2e-5 * np.abs(hidden[0]).max())
 
@@ -87,7 +87,9 @@ for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two)):
 
 sample = dict(max_new_tokens=8, temperature=0.8, top_p=0.9, eos_ids=(3,), vocab_size=96)
 one = generate.generate(params, stack, config, keys, tokens, mask, rows, **sample)
-two = generate.generate(placed, stack_placed, config, sharding.replicate(keys, mesh), *batch[:2], rows, **sample)
+two = generate.generate(
+    placed, stack_placed, config, sharding.replicate(keys, mesh), *batch[:2], rows, mesh=mesh, **sample
+)
 np.testing.assert_array_equal(one.tokens, two.tokens)
 np.testing.assert_array_equal(one.mask, two.mask)
 np.testing.assert_allclose(two.log_probs, one.log_probs, atol=2e-5)
