@@ -5,8 +5,9 @@
     python -m experiments.align --preset=paper_dpo --pool=/models/a,/models/b,/models/c --dry_run
 
 Every run is a folder: config.json, instructions.jsonl, duels.jsonl (one line a duel), metrics.jsonl (one line an
-iteration), checkpoints/, agents/ (the trained adapters in PEFT's format) and report/ (report.md, summary.json,
-figures). A run that was stopped, by Ctrl-C or otherwise, goes on to the same bits with
+iteration), checkpoints/, agents/ (the trained adapters in PEFT's format; with --train=full whole models, which the
+--pool of another run takes) and report/ (report.md, summary.json, figures). A run that was stopped, by Ctrl-C or
+otherwise, goes on to the same bits with
 
     python -m experiments.align --resume --run_dir=FOLDER
 
@@ -78,11 +79,12 @@ flags.DEFINE_bool("restart_optimizer", None, "Fresh AdamW moments every iteratio
 flags.DEFINE_integer("micro_tokens", None, "Padded tokens of one forward and backward pass; lower it to save memory.")
 flags.DEFINE_integer("batch_tokens", None, "Padded tokens of one generation batch; lower it to save memory.")
 flags.DEFINE_bool("remat", None, "Recompute activations in the backward pass to save memory.")
+flags.DEFINE_enum("train", None, settings.CHOICES["train"], "Adapters on frozen bases, or all parameters of each base.")
 flags.DEFINE_integer("lora_rank", None, "Rank of the adapters.")
 flags.DEFINE_float("lora_alpha", None, "Adapters are scaled by alpha / rank.")
 flags.DEFINE_float("lora_dropout", None, "Dropout on the adapters' inputs.")
 flags.DEFINE_string("lora_targets", None, "Projections with an adapter, of q,k,v,o,gate,up,down.")
-flags.DEFINE_enum("dtype", None, settings.CHOICES["dtype"], "Of the frozen bases; adapters are always float32.")
+flags.DEFINE_enum("dtype", None, settings.CHOICES["dtype"], "Of what computes; what is trained is float32.")
 flags.DEFINE_string(
     "mesh", "", "Devices to use, such as fsdp=8 or data=2,fsdp=2,tensor=2; by default one. Another may resume a run."
 )
@@ -136,6 +138,7 @@ def run(chosen: dict[str, Any]) -> int:
     from stackalign.algorithms import align
 
     compilation.use_cache()
+    programs = compilation.count_programs()
     began = time.monotonic()
     folder = FLAGS.run_dir or f"outputs/{chosen['preset']}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = " ".join(
@@ -193,7 +196,10 @@ def run(chosen: dict[str, Any]) -> int:
             )
             return 130
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    prepare.note(run_folder, {"peak_memory_bytes": peak, "wall_seconds": time.monotonic() - began})
+    of_models = ("generate", "completion_log_probs", "_next_log_probs", "gradient", "apply")
+    counted = {name: programs[name] for name in of_models if name in programs} | {"all": sum(programs.values())}
+    found = {"peak_memory_bytes": peak, "wall_seconds": time.monotonic() - began, "programs": counted}
+    prepare.note(run_folder, found)
     summary = runs.build(run_folder.path)
     print(summary["verdict"])
     for warning in summary["warnings"]:

@@ -19,7 +19,9 @@ how busy the machine was at the start.
 Suite lm: `decode_ROWS` is sampling at temperature 0.7 and top-p 0.9 (`_greedy`: the most probable token) with
 SmolLM2-135M, prompts of 64 tokens and 64 new ones, against `transformers`; `train_dpo_lora` a DPO step on a LoRA of
 rank 16 against PEFT; `judge_over_combat` the seconds that four agents take to judge a round of duels, as a share of
-those that generating it took, `bound` what that may cost.
+those that generating it took, `bound` what that may cost; `four_agents` the seconds of decoding 16 rows of four agents,
+with adapters of rank 16, over those of 16 rows of one; `logprob_memory` the scratch memory of the log-probabilities of
+8192 tokens and their gradient, as XLA compiles it, against that of the whole logits (a ratio above 1 is less memory).
 
 Suite tabular: steps a second of SMIDA on one game with X contexts and Y actions of each player, against transcriptions
 of the algorithm in NumPy (`tabular_numpy_...`) and jitted JAX (`tabular_jit_...`), up to a utility of 4 GiB;

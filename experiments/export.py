@@ -8,7 +8,6 @@ load. An agent's system prompt is not part of its weights: give it with your mes
 float32 and one shard; a base of 135M parameters takes seconds.
 """
 
-import json
 import pathlib
 import sys
 
@@ -42,9 +41,7 @@ def main(argv: list[str]) -> int:
         config, params = weights.load(path, dtype=np.float32)
         adapter = peft.load(FLAGS.adapter, config, shape) if FLAGS.adapter else None
         scale = shape.scale if shape else 1.0
-        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-        stated = json.loads((path / "config.json").read_text(encoding="utf-8")) if path.is_dir() else {}
-        token_ids = {name: stated[name] for name in ids if name in stated}
+        token_ids = export.read_token_ids(path)
         export.save(folder, config, params, adapter, scale=scale, dtype=FLAGS.dtype, token_ids=token_ids)
     except (weights.CheckpointError, UnsupportedModelError, fetch.FetchError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

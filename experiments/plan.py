@@ -76,21 +76,18 @@ def describe(chosen: Mapping[str, Any]) -> str:
     lines.append(f"  agents: {', '.join(name for name, _ in agents)}")
 
     length = PROMPT + chosen["max_new_tokens"]
-    adapters = sum(
-        4 * counts[name] * config.num_layers * shape.rank * sum(map(sum, _targets(config, shape)))
-        for name, config in configs.items()
-    )
     rows = max(chosen["batch_tokens"] // length, 1)
     cache = max(
         2 * c.num_layers * c.num_kv_heads * c.head_dim * rows * length * dtype.itemsize for c in configs.values()
     )
     activations = max(_activation_bytes(c, chosen, dtype.itemsize) for c in configs.values())
     logits = max(4 * c.vocab_size * score.CHUNK for c in configs.values())
-    total = weights_total + 4 * adapters + max(cache, activations) + 3 * logits
+    trained = _trained_bytes(chosen, configs, counts, dtype)
+    total = weights_total + sum(trained.values()) + max(cache, activations) + 3 * logits
     lines += ["", "Memory (estimate)"]
     for what, size in (
-        (f"weights, {dtype.name}", weights_total),
-        ("adapters, gradients and AdamW moments, float32", 4 * adapters),
+        (f"weights, {dtype.name}{', in host memory' if shape is None else ''}", weights_total),
+        *trained.items(),
         (f"key-value cache of {rows} rows of {length} tokens", cache),
         (f"activations of {chosen['micro_tokens']} tokens{', recomputed' if chosen['remat'] else ''}", activations),
         ("vocabulary chunks", 3 * logits),
@@ -137,9 +134,24 @@ def describe(chosen: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _targets(config: DecoderConfig, shape: lora.LoraConfig) -> list[tuple[int, int]]:
-    sizes = lora.target_shapes(config)
-    return [sizes[target] for target in shape.targets]
+def _trained_bytes(chosen, configs: Mapping[str, DecoderConfig], counts: Mapping[str, int], dtype) -> dict[str, int]:
+    """Bytes of what is trained, and of what training it takes beside activations."""
+    shape = settings_lib.lora_config(chosen)
+    if shape is not None:
+        columns = {
+            name: sum(sum(lora.target_shapes(config)[target]) for target in shape.targets)
+            for name, config in configs.items()
+        }
+        adapters = sum(4 * counts[name] * c.num_layers * shape.rank * columns[name] for name, c in configs.items())
+        return {"adapters, gradients and AdamW moments, float32": 4 * adapters}
+    sizes = [prepare.num_parameters(config) for config in configs.values()]
+    # Moments that carry over are there twice, before and after the iteration.
+    moments = 8 * max(sizes) if chosen["restart_optimizer"] else 8 * max(sizes) + 16 * sum(sizes)
+    return {
+        "parameters now, before the iteration and at the start, float32": 3 * 4 * sum(sizes),
+        "AdamW moments and two sets of gradients, float32": moments + 2 * 4 * max(sizes),
+        f"copy that computes, {dtype.name}": dtype.itemsize * max(sizes),
+    }
 
 
 def _activation_bytes(config: DecoderConfig, chosen: Mapping[str, Any], itemsize: int) -> int:
@@ -150,7 +162,7 @@ def _activation_bytes(config: DecoderConfig, chosen: Mapping[str, Any], itemsize
     return chosen["micro_tokens"] * (config.num_layers * kept + width) * itemsize
 
 
-def measure(config: DecoderConfig, shape: lora.LoraConfig, num_agents: int, dtype, *, rows: int = 8) -> Rates:
+def measure(config: DecoderConfig, shape: lora.LoraConfig | None, num_agents: int, dtype, *, rows: int = 8) -> Rates:
     """Measures scoring, training and decoding of a base's widths, and extrapolates to its depth."""
     times = [_step_seconds(dataclasses.replace(config, num_layers=n), shape, num_agents, dtype, rows) for n in (1, 2)]
     layer = [max(two - one, 0.0) for one, two in zip(*times, strict=True)]
@@ -165,28 +177,30 @@ def _sum_loss(log_probs, batch):
 
 def _step_seconds(config, shape, num_agents, dtype, rows) -> tuple[float, float, float]:
     """Seconds of scoring and of training `rows · agents` rows of 64 tokens, and of one decoding step of `rows` rows."""
-    shape = dataclasses.replace(shape, dropout=0.0)
     params = jax.jit(decoder.init, static_argnums=(1, 2))(jax.random.key(0), config, dtype)
-    adapters = lora.init(jax.random.key(1), config, shape, num_agents)
+    if shape is None:
+        adapters, grouped, mixed, trained = None, None, None, training.masters(params)
+    else:
+        shape = dataclasses.replace(shape, dropout=0.0)
+        grouped, mixed = lora.grouped(shape), lora.rows(shape, num_agents, jnp.zeros(rows, jnp.int32))
+        adapters = trained = lora.init(jax.random.key(1), config, shape, num_agents)
     ids = jnp.ones((num_agents, rows, 32), jnp.int32)
     batch = training.Batch(ids, ids > 0, ids, ids > 0)
     common = {"config": config, "vocab_size": config.vocab_size}
 
     def scoring():
         flat = [x.reshape(-1, 32) for x in batch[:4]]
-        return _score(params, adapters, *flat, lora.grouped(shape), **common)
+        return _score(params, adapters, *flat, grouped, **common)
 
     def train():
         return training.gradient(
-            params, adapters, jax.random.key(2), batch, lora_config=shape, loss=_sum_loss, **common
+            params, trained, jax.random.key(2), batch, lora_config=shape, loss=_sum_loss, **common
         )
 
     def decode(new_tokens):
-        slots = jnp.zeros(rows, jnp.int32)
         return generate.generate(
             params, adapters, config, jax.random.split(jax.random.key(3), rows), ids[0], ids[0] > 0,
-            lora.rows(shape, num_agents, slots),
-            max_new_tokens=new_tokens, eos_ids=(config.vocab_size,), vocab_size=config.vocab_size,
+            mixed, max_new_tokens=new_tokens, eos_ids=(config.vocab_size,), vocab_size=config.vocab_size,
         )  # fmt: skip
 
     return _best(scoring), _best(train), max(_best(lambda: decode(17)) - _best(lambda: decode(1)), 1e-9) / 16

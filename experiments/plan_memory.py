@@ -189,14 +189,14 @@ def lower(config, lora_config, mesh) -> tuple[dict[str, int], dict[str, Callable
         *(rows_of((FLAGS.agents, each, prompt), dtype, 1) for dtype in (jnp.int32, bool)),
         *(rows_of((FLAGS.agents, each, 2, new), dtype, 1) for dtype in (jnp.int32, bool)),
     )
-    log_probs = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size"))
+    log_probs = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size", "mesh"))
     return held, {
         f"answer {rows} prompts": lambda: generate.generate.lower(
             params, stack, config, rows_of((rows,), key.dtype), ids, mask, mixed, max_new_tokens=new, top_p=0.9,
-            eos_ids=(0,), vocab_size=vocab,
+            eos_ids=(0,), vocab_size=vocab, mesh=mesh,
         ),
         f"judge {rows} answers": lambda: log_probs.lower(
-            params, stack, config, ids, mask, answers, answer_mask, mixed, vocab_size=vocab
+            params, stack, config, ids, mask, answers, answer_mask, mixed, vocab_size=vocab, mesh=mesh
         ),
         f"train on {each * FLAGS.agents} pairs": lambda: training.gradient.lower(
             params, stack, jax.ShapeDtypeStruct((), key.dtype), batch, config=config, lora_config=lora_config,

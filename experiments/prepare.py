@@ -17,7 +17,7 @@ from stackalign.data import Instruction
 from stackalign.judges import endpoint
 from stackalign.lm import lora
 from stackalign.lm import pool as lm_pool
-from stackalign.lm.weights import fetch, layout, peft
+from stackalign.lm.weights import export, fetch, layout, peft
 
 GENERATED, GENERATED_TEST = 100, 20  # instructions of a run that brings none
 
@@ -51,6 +51,8 @@ def ready(chosen: Mapping[str, Any], run: runs.Run, progress: lm_pool.Progress, 
     `mesh` is text such as "data=2,fsdp=4" (`lm.sharding.parse_mesh`), or empty for one device.
     """
     devices = lm.sharding.parse_mesh(mesh) if mesh else None
+    if devices is not None and chosen["train"] == "full":
+        raise ValueError("--train=full does not go with --mesh: parameters that are trained lie on one device")
     config = settings_lib.align_config(chosen)
     split, contrasts = instructions(chosen)
     task = align.Task(split.instructions, split.validation, make_judge(chosen, progress), data.verify, checkable)
@@ -108,7 +110,10 @@ def make_judge(chosen: Mapping[str, Any], progress: lm_pool.Progress = lm_pool.s
 def load_pool(
     chosen: Mapping[str, Any], progress: lm_pool.Progress, *, on_device: bool = True
 ) -> tuple[lm_pool.Pool, lm_pool.Stacks]:
-    """Loads every base once, onto the first device or into host memory only, and gives each agent its adapter."""
+    """Loads every base once, onto the first device or into host memory only, and gives each agent what it trains.
+
+    Bases whose parameters are trained stay in host memory: their masters are what computes.
+    """
     specs, shape = settings_lib.agents(chosen), settings_lib.lora_config(chosen)
     names = list(dict.fromkeys(spec.base for spec in specs))
     paths = {name: fetch.resolve(name) for name in names}
@@ -116,8 +121,8 @@ def load_pool(
     for number, name in enumerate(names):
         progress("loading", number, len(names), "models")
         config, params = lm.weights.load(paths[name], dtype=jnp.dtype(chosen["dtype"]))
-        params = jax.tree.map(jnp.asarray, params) if on_device else params
-        bases[name] = lm_pool.Base(config, params, lm.tokenizer.load(paths[name]))
+        params = jax.tree.map(jnp.asarray, params) if on_device and shape is not None else params
+        bases[name] = lm_pool.Base(config, params, lm.tokenizer.load(paths[name], rows=config.vocab_size))
         progress("loading", number + 1, len(names), "models")
     agents = tuple(lm_pool.Agent(spec.name, spec.base, spec.system_prompt) for spec in specs)
     pool = lm_pool.Pool(bases, agents, shape)
@@ -222,16 +227,21 @@ def one_line(record: align.IterationRecord) -> str:
 
 
 def finish(chosen, run: runs.Run, ready: Ready, state: align.AlignState, progress: lm_pool.Progress) -> None:
-    """Test accuracy before, at the best iteration and at the end, and the adapters in PEFT's format."""
+    """Test accuracy before, at the best iteration and at the end, and the agents: PEFT adapters or whole models."""
     best = runs.restore(run, state, best=True)
     stages = {"start": ready.stacks, "best": best.state.stacks if best else state.stacks, "final": state.stacks}
     iterations = {"start": 0, "best": best.step if best else state.iteration, "final": state.iteration}
     for stage in ("best", "final"):
         for index, agent in enumerate(ready.pool.agents):
             slot = ready.pool.members(agent.base).index(index)
-            adapter = jax.tree.map(np.asarray, lora.select(stages[stage][agent.base], slot))
-            model = ready.pool.bases[agent.base].config
-            peft.save(run.path / "agents" / stage / agent.name, adapter, ready.pool.lora, agent.base, model)
+            trained = jax.tree.map(np.asarray, lora.select(stages[stage][agent.base], slot))
+            folder, model = run.path / "agents" / stage / agent.name, ready.pool.bases[agent.base].config
+            if ready.pool.lora is not None:
+                peft.save(folder, trained, ready.pool.lora, agent.base, model)
+                continue
+            base = fetch.resolve(agent.base)
+            export.save(folder, model, trained, dtype=chosen["dtype"], token_ids=export.read_token_ids(base))
+            lm.tokenizer.save(base, folder)
     questions = [question for question in ready.test if checkable(question)]
     if not questions:
         return

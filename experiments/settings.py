@@ -57,6 +57,7 @@ PAPER: dict[str, Any] = {
     "micro_tokens": 4096,
     "batch_tokens": 16384,
     "remat": False,
+    "train": "lora",
     "lora_rank": 64,
     "lora_alpha": 16.0,
     "lora_dropout": 0.1,
@@ -109,6 +110,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weighting": ("reputation", "mean"),
     "judge": JUDGES,
     "on_parse_failure": ("drop", "five"),
+    "train": ("lora", "full"),
     "dtype": ("float32", "bfloat16"),
 }
 
@@ -223,7 +225,31 @@ def _refuse(settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             )
         if settings["test_instructions"] and not settings["instructions"]:
             raise ValueError("--test_instructions goes with --instructions; generated ones bring their own test set")
+    if settings["train"] == "full":
+        _refuse_full(settings, given)
     lora_config(settings)
+
+
+def _refuse_full(settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuses what does not go with a full fine-tune, which is its own base."""
+    for name in given:
+        if name.startswith("lora_"):
+            raise ValueError(f"--{name} has no effect on --train=full, which has no adapters")
+    if settings["preset"] == "toy":
+        raise ValueError("--train=full does not go with --preset=toy, whose agents are adapters of one base")
+    specs = agents(settings)
+    for spec in specs:
+        if spec.adapter:
+            raise ValueError(
+                f"--train=full: agent {spec.name!r} has an adapter; merge it into its base first (python -m "
+                "experiments.export), or use --train=lora"
+            )
+        sharing = [other.name for other in specs if other.base == spec.base]
+        if len(sharing) > 1:
+            raise ValueError(
+                f"--train=full: agents {', '.join(sharing)} share the base {spec.base!r}, but every agent's own "
+                "parameters are trained: give each its own in --pool, or use --train=lora"
+            )
 
 
 def agents(settings: Mapping[str, Any]) -> tuple[AgentSpec, ...]:
@@ -273,8 +299,10 @@ def _names(bases: Sequence[str]) -> list[str]:
     return [f"{name}_{short[: i + 1].count(name)}" if short.count(name) > 1 else name for i, name in enumerate(short)]
 
 
-def lora_config(settings: Mapping[str, Any]) -> lora.LoraConfig:
-    """The adapters' shape."""
+def lora_config(settings: Mapping[str, Any]) -> lora.LoraConfig | None:
+    """The adapters' shape; None where all parameters are trained."""
+    if settings["train"] == "full":
+        return None
     return lora.LoraConfig(
         rank=settings["lora_rank"],
         alpha=settings["lora_alpha"],

@@ -4,6 +4,7 @@ Everything runs SmolLM2-135M-Instruct in float32 with the same weights on both s
 decoding rows: prompts of 64 tokens, 64 new ones.
 """
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -23,8 +24,11 @@ PROMPT, NEW = 64, 64
 TEMPERATURE, TOP_P = 0.7, 0.9
 PAIRS, COMPLETION, RANK, BETA, LEARNING_RATE = 4, 32, 16, 0.1, 1e-4
 JUDGES, DUELS = 4, 8
+AGENTS, ROWS, AGENTS_BOUND = 4, 16, 1.15
+MEMORY_ROWS, MEMORY_LENGTH = 16, 512
 
-NAMES = ("decode_1", "decode_4", "decode_16", "decode_16_greedy", "train_dpo_lora", "judge_over_combat")
+NAMES = ("decode_1", "decode_4", "decode_16", "decode_16_greedy", "decode_1_bf16", "decode_16_bf16",
+         "train_dpo_lora", "judge_over_combat", "four_agents", "logprob_memory")
 
 _SCORE = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size"))
 
@@ -46,19 +50,27 @@ def rows(repeats: int, wanted: Callable[[str], bool], note: Callable[[str], None
             yield decode(name, base, reference, repeats)
         elif name == "train_dpo_lora":
             yield train_dpo_lora(name, base, reference, repeats)
-        else:
+        elif name == "judge_over_combat":
             yield judge_over_combat(name, base, repeats)
+        elif name == "four_agents":
+            yield four_agents(name, base, repeats)
+        else:
+            yield logprob_memory(name, base)
 
 
 def decode(name: str, base: lm.Base, reference, repeats: int) -> dict:
-    """Tokens a second of `decode_ROWS` and `decode_ROWS_greedy`, prefill included."""
+    """Tokens a second of `decode_ROWS`, `decode_ROWS_greedy` and `decode_ROWS_bf16`, prefill included."""
     num_rows, greedy = int(name.split("_")[1]), name.endswith("greedy")
+    dtype = "bfloat16" if name.endswith("bf16") else "float32"
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), base.params)
+    if reference is not None:
+        reference = torch_reference.cast(reference, dtype)
     prompts = np.random.default_rng(num_rows).integers(0, base.tokenizer.vocab_size, (num_rows, PROMPT), dtype=np.int32)
 
     def ours():
         keys = jax.random.split(jax.random.key(0), num_rows)
         out = generate.generate(
-            base.params, None, base.config, keys, prompts, np.ones(prompts.shape, bool), max_new_tokens=NEW,
+            params, None, base.config, keys, prompts, np.ones(prompts.shape, bool), max_new_tokens=NEW,
             temperature=TEMPERATURE, top_p=TOP_P, greedy=greedy, eos_ids=(), vocab_size=base.tokenizer.vocab_size,
         )  # fmt: skip
         return np.asarray(out.tokens)
@@ -69,7 +81,7 @@ def decode(name: str, base: lm.Base, reference, repeats: int) -> dict:
             reference, prompts, NEW, temperature=0.0 if greedy else TEMPERATURE, top_p=TOP_P
         )
     seconds = timing.alternate(contestants, repeats)
-    return timing.throughput_row(name, num_rows * NEW, "tok/s", seconds, "transformers generate, torch CPU float32")
+    return timing.throughput_row(name, num_rows * NEW, "tok/s", seconds, f"transformers generate, torch CPU {dtype}")
 
 
 def _dpo_loss(log_probs, batch):
@@ -89,7 +101,7 @@ def train_dpo_lora(name: str, base: lm.Base, reference, repeats: int) -> dict:
     shape = lora.LoraConfig(rank=RANK, alpha=RANK, dropout=0.0)
     adapters = lora.init(jax.random.key(0), base.config, shape, 1)
     optimizer = training.adamw()
-    state = {"adapters": adapters, "moments": training.init(optimizer, adapters)}
+    state = {"adapters": jax.tree.map(jnp.copy, adapters), "moments": training.init(optimizer, adapters)}
     agents = lora.rows(shape, 1, jnp.zeros(PAIRS, jnp.int32))
 
     def ours():
@@ -157,6 +169,76 @@ def judge_over_combat(name: str, base: lm.Base, repeats: int) -> dict:
         "answers": len(requests),
         "judgements": len(items),
         "seconds": {key: round(value, 3) for key, value in seconds.items()},
+    }
+
+
+def four_agents(name: str, base: lm.Base, repeats: int) -> dict:
+    """Seconds of decoding a batch of four agents' rows over those of as many rows of one; `bound` is what it may be."""
+    vocab_size = base.tokenizer.vocab_size
+    prompts = np.random.default_rng(0).integers(0, vocab_size, (ROWS, PROMPT), dtype=np.int32)
+    shape = lora.LoraConfig(rank=RANK, alpha=RANK)
+
+    def contestant(count):
+        stack = lora.init(jax.random.key(0), base.config, shape, count)
+        rows = lora.rows(shape, count, jnp.arange(ROWS) % count)
+
+        def run():
+            out = generate.generate(
+                base.params, stack, base.config, jax.random.split(jax.random.key(0), ROWS), prompts,
+                np.ones(prompts.shape, bool), rows, max_new_tokens=NEW, temperature=TEMPERATURE, top_p=TOP_P,
+                eos_ids=(), vocab_size=vocab_size,
+            )  # fmt: skip
+            return np.asarray(out.tokens)
+
+        return run
+
+    runs = timing.alternate({"four": contestant(AGENTS), "one": contestant(1)}, repeats)
+    seconds = {key: statistics.median(found) for key, found in runs.items()}
+    return {
+        "name": name,
+        "ours": round(seconds["four"] / seconds["one"], 3),
+        "reference": None,
+        "ratio": None,
+        "unit": "seconds of four agents / seconds of one",
+        "reference_is": None,
+        "bound": AGENTS_BOUND,
+        "rows": ROWS,
+        "rank": RANK,
+        "seconds": {key: round(value, 3) for key, value in seconds.items()},
+    }
+
+
+def logprob_memory(name: str, base: lm.Base) -> dict:
+    """Scratch bytes of log-probabilities with their gradient, as compiled, against those of the whole logits."""
+    columns, vocab_size, spec = MEMORY_ROWS * MEMORY_LENGTH, base.tokenizer.vocab_size, jax.ShapeDtypeStruct
+    shapes = (
+        spec((base.config.vocab_size, base.config.hidden_size), jnp.float32),
+        spec((base.config.hidden_size, columns), jnp.float32),
+        spec((columns,), jnp.int32),
+    )
+
+    def whole(head, hidden, targets):
+        log_probs = jax.nn.log_softmax(head @ hidden, axis=0)
+        return jnp.take_along_axis(log_probs, targets[None], axis=0)[0]
+
+    def scratch(function, train_head):
+        gradient = jax.jit(jax.grad(lambda *a: function(*a).sum(), argnums=(0, 1) if train_head else 1))
+        return gradient.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    def chunked(train_head):
+        return functools.partial(score.token_log_probs, vocab_size=vocab_size, train_head=train_head)
+
+    ours, reference = scratch(chunked(False), False), scratch(whole, False)
+    return {
+        "name": name,
+        "ours": ours,
+        "reference": reference,
+        "ratio": round(reference / ours, 2),
+        "unit": "bytes",
+        "reference_is": "log-softmax of the whole logits, jitted JAX",
+        "rows": MEMORY_ROWS,
+        "tokens": columns,
+        "trained_projection": {"ours": scratch(chunked(True), True), "reference": scratch(whole, True)},
     }
 
 

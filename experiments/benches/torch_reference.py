@@ -61,6 +61,16 @@ def model(config: DecoderConfig, params: Any):
     return reference.eval()
 
 
+def cast(reference, dtype: str):
+    """A copy of the model in another dtype; itself where it has it."""
+    import copy
+
+    import torch
+
+    dtype = getattr(torch, dtype)
+    return reference if reference.dtype == dtype else copy.deepcopy(reference).to(dtype)
+
+
 def generate(reference, prompts: np.ndarray, new_tokens: int, *, temperature: float, top_p: float):
     """`[rows, P + new_tokens]`: `transformers`' own generation with its key-value cache; temperature 0 is greedy."""
     import torch

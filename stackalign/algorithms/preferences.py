@@ -106,7 +106,9 @@ def dpo_of_rows(beta: float, nll_weight: float, label_smoothing: float) -> train
 
 
 def init(config: DpoConfig, stacks: lm_pool.Stacks) -> Mapping[str, Any]:
-    """Fresh optimizer states of all agents, by base."""
+    """Fresh optimizer states of all agents, by base; none where every iteration starts with its own."""
+    if config.restart_optimizer:
+        return {}
     return {name: training.init(make_optimizer(config), stack) for name, stack in stacks.items()}
 
 
@@ -122,7 +124,7 @@ def train(
     """Trains every agent on all pairs; the reference is each agent as it stands at the start.
 
     Args:
-      stacks, optimizers: adapters and optimizer states by base, to start from.
+      stacks, optimizers: what is trained and the optimizer states (`init`) by base, to start from.
       key: consumed by the order of the pairs and by dropout.
       pairs: preferences; none leave everything as it was.
 
@@ -141,8 +143,10 @@ def train(
         base, members = pool.bases[name], pool.members(name)
         rows = _tokenise(pool, members, pairs, start, config, progress)
         progress("training", done, total, "pairs")
-        adapters = stacks[name]
-        opt_state = training.init(optimizer, adapters) if config.restart_optimizer else optimizers[name]
+        # A step gives its buffers up; what the caller holds stays.
+        trained = jax.tree.map(jnp.copy, stacks[name])
+        fresh = config.restart_optimizer
+        opt_state = training.init(optimizer, trained) if fresh else jax.tree.map(jnp.copy, optimizers[name])
         order_key, dropout_key = jax.random.split(jax.random.fold_in(key, index))
         batches = _epochs(order_key, len(pairs), config)
         for number, batch in enumerate(batches):
@@ -151,7 +155,7 @@ def train(
                 dropout_key, micro_key = jax.random.split(dropout_key)
                 out = training.gradient(
                     base.params,
-                    adapters,
+                    trained,
                     micro_key,
                     lm_pool.rows_on(base, rows.batch(part, 1.0 / len(batch)), axis=1),
                     config=base.config,
@@ -171,9 +175,11 @@ def train(
                     "lower --learning_rate (what was finished before this iteration is kept)"
                 )
             rate = training.cosine(number, len(batches), config.learning_rate)
-            adapters, opt_state = training.apply(adapters, opt_state, grads, rate, optimizer=optimizer)
+            trained, opt_state = training.apply(trained, opt_state, grads, rate, optimizer=optimizer)
             steps.append({k: float(v) / len(members) for k, v in metrics.items()})
-        stacks[name], optimizers[name] = adapters, opt_state
+        stacks[name] = trained
+        if not fresh:
+            optimizers[name] = opt_state
     losses = {"steps": len(steps)}
     if steps:
         means = {k: float(np.mean([s[k] for s in steps])) for k in ("loss", "margin", "accuracy")}
@@ -228,7 +234,9 @@ def _epochs(key, num_pairs: int, config: DpoConfig) -> list[np.ndarray]:
     """Pair numbers of every optimizer step: each epoch in its own order, the last batch of an epoch may be short."""
     batches = []
     for epoch_key in jax.random.split(key, config.epochs):
-        order = np.asarray(jax.random.permutation(epoch_key, num_pairs))
+        # Drawn for a padded number: there are other many pairs in every iteration, which would be a program each.
+        draws = np.asarray(jax.random.uniform(epoch_key, (lm_pool.row_bucket(num_pairs),)))
+        order = np.argsort(draws[:num_pairs], kind="stable")
         batches += [order[i : i + config.batch_size] for i in range(0, num_pairs, config.batch_size)]
     return batches
 

@@ -5,6 +5,7 @@ grouped by base, sorted by length, padded to a few fixed shapes (one compiled pr
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stackalign.lm import decoder, generate, lora, score, sharding
+from stackalign.lm import decoder, generate, lora, score, sharding, training
 from stackalign.lm.config import DecoderConfig
 
 LENGTHS = (8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -77,11 +78,15 @@ class Sampling(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Bases by name, and the agents in their fixed order; `lora` is the shape that all adapters share."""
+    """Bases by name, and the agents in their fixed order.
+
+    `lora` is the shape that all adapters share; None is a full fine-tune, where each base has one agent, whose
+    parameters start as the base's.
+    """
 
     bases: Mapping[str, Base]
     agents: tuple[Agent, ...]
-    lora: lora.LoraConfig
+    lora: lora.LoraConfig | None
 
     def __post_init__(self):
         names = [agent.name for agent in self.agents]
@@ -91,6 +96,13 @@ class Pool:
         for agent in self.agents:
             if agent.base not in self.bases:
                 raise ValueError(f"agent {agent.name!r} names base {agent.base!r}; there is {', '.join(self.bases)}")
+        for base in self.bases if self.lora is None else ():
+            if len(members := self.members(base)) > 1:
+                shared = ", ".join(names[index] for index in members)
+                raise ValueError(
+                    f"agents {shared} share base {base!r}, but a full fine-tune is its own base: give each agent its "
+                    "own, or train adapters"
+                )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,8 +113,8 @@ class Pool:
         return [index for index, agent in enumerate(self.agents) if agent.base == base]
 
 
-Stacks = Mapping[str, lora.Adapters]
-"""Stacked adapters by base name; part of the training state, not of the pool."""
+Stacks = Mapping[str, training.Trained]
+"""What is trained, stacked adapters or masters of parameters, by base name; of the training state, not of the pool."""
 
 
 def place(pool: Pool, stacks: Stacks, mesh: jax.sharding.Mesh) -> tuple[Pool, Stacks]:
@@ -120,10 +132,12 @@ def rows_on(base: Base, tree: Any, axis: int = 0) -> Any:
 
 
 def init_adapters(key: jax.Array, pool: Pool) -> Stacks:
-    """Fresh adapters for every agent; consumes `key`."""
+    """Fresh adapters for every agent, or the bases' parameters where those are trained; consumes `key`."""
     keys = jax.random.split(key, len(pool.bases))
     return {
-        name: lora.init(base_key, base.config, pool.lora, len(pool.members(name)))
+        name: training.masters(base.params)
+        if pool.lora is None
+        else lora.init(base_key, base.config, pool.lora, len(pool.members(name)))
         for base_key, (name, base) in zip(keys, pool.bases.items(), strict=True)
         if pool.members(name)
     }
@@ -179,7 +193,25 @@ def _batches(pool: Pool, agents: Sequence[int], lengths: Sequence[int], max_toke
             order = order[rows:]
 
 
-def _rows(pool: Pool, name: str, agents: Sequence[int], num_rows: int) -> lora.Rows:
+def _model(pool: Pool, stacks: Stacks | None, name: str) -> tuple[Any, lora.Adapters | None]:
+    """Parameters and adapters that the agents of a base compute with."""
+    params = pool.bases[name].params
+    if stacks is None:
+        return params, None
+    if pool.lora is None:
+        return training.compute_copy(params, stacks[name]), None
+    return params, stacks[name]
+
+
+def _models(pool: Pool, stacks: Stacks | None):
+    """`_model` by base name; the last one is kept, as batches come base by base."""
+    return functools.lru_cache(maxsize=1)(functools.partial(_model, pool, stacks))
+
+
+def _rows(pool: Pool, stacks: Stacks | None, name: str, agents: Sequence[int], num_rows: int) -> lora.Rows | None:
+    """Which adapter each row uses; None without adapters."""
+    if stacks is None or pool.lora is None:
+        return None
     members = pool.members(name)
     slots = np.zeros(num_rows, np.int32)
     slots[: len(agents)] = [members.index(agent) for agent in agents]
@@ -228,14 +260,13 @@ def _prompts(
     if shared == 0 or count * shared + num_rows * rest > 0.8 * num_rows * width:
         shared, rest = 0, width
     tokens, mask = pad([prompt[shared:] for _, prompt, *_ in requests], rest, num_rows, left=True)
-    adapted = stacks is not None
     prefix = None
     if shared:
         index = np.zeros(num_rows, np.int32)
         index[: len(agents)] = [pool.members(name).index(agent) for agent in agents]
-        whose = _rows(pool, name, pool.members(name), count) if adapted else None
+        whose = _rows(pool, stacks, name, pool.members(name), count)
         prefix = generate.Prefix(*rows_on(base, (prefixes, index)), whose)
-    return _Prompts(*rows_on(base, (tokens, mask)), _rows(pool, name, agents, num_rows) if adapted else None, prefix)
+    return _Prompts(*rows_on(base, (tokens, mask)), _rows(pool, stacks, name, agents, num_rows), prefix)
 
 
 def check_context(pool: Pool, agent: int, prompt: Sequence[int], new_tokens: int) -> None:
@@ -286,6 +317,7 @@ def generate_answers(
     progress(phase, 0, len(requests), "answers")
     lengths = [len(prompt) for _, prompt in requests]
     prefixes = {name: _shared_prefixes(pool, name, requests, 1) for name in pool.bases}
+    models = _models(pool, stacks)
     for name, chosen in _batches(pool, agents, lengths, max_tokens, sampling.max_new_tokens):
         base = pool.bases[name]
         index = np.zeros(row_bucket(len(chosen)), np.int32)
@@ -298,8 +330,7 @@ def generate_answers(
             pool, stacks, name, prefixes[name], list(places) if repeated else [requests[i] for i in chosen]
         )
         out = generate.generate(
-            base.params,
-            None if stacks is None else stacks[name],
+            *models(name),
             base.config,
             rows_on(base, keys[index]),
             *batch,
@@ -366,6 +397,7 @@ def score_answers(
     width = bucket(int(counts.max(initial=1)))
     done = 0
     progress(phase, 0, len(requests), "answers")
+    models = _models(pool, stacks)
     for name, chosen in _batches(pool, agents, [len(row[1]) for row in rows], max_tokens, branches * width):
         base = pool.bases[name]
         num_rows = row_bucket(len(chosen))
@@ -377,8 +409,7 @@ def score_answers(
             [() if index is None else requests[index][2] for index in held], width, num_rows * branches, left=False
         )
         values = _completion_log_probs(
-            base.params,
-            None if stacks is None else stacks[name],
+            *models(name),
             base.config,
             *rows_on(
                 base,
@@ -389,7 +420,7 @@ def score_answers(
                     completion_mask.reshape(num_rows, branches, width),
                 ),
             ),
-            None if stacks is None else _rows(pool, name, [agents[i] for i in chosen], num_rows),
+            _rows(pool, stacks, name, [agents[i] for i in chosen], num_rows),
             temperature=temperature,
             vocab_size=base.tokenizer.vocab_size,
             mesh=base.mesh,
@@ -439,11 +470,11 @@ def next_log_probs(
     done = 0
     progress(phase, 0, len(requests), "answers")
     prefixes = {name: _shared_prefixes(pool, name, requests, len(ids)) for name in pool.bases}
+    models = _models(pool, stacks)
     for name, chosen in _batches(pool, agents, [len(p) for _, p in requests], max_tokens, 0):
         base = pool.bases[name]
         values = _next_log_probs(
-            base.params,
-            None if stacks is None else stacks[name],
+            *models(name),
             base.config,
             *_prompts(pool, stacks, name, prefixes[name], [requests[i] for i in chosen]),
             last=len(ids),

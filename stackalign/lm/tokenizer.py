@@ -78,6 +78,17 @@ class ChatTokenizer:
         """Text of ids, without control tokens."""
         return self._chat.decode([int(index) for index in ids], skip_special_tokens=True)
 
+    def require_rows(self, rows: int, source: Any) -> None:
+        """Raises TokenizerError, naming `source`, where an embedding of `rows` rows has none for an id; see `load`."""
+        beyond = {index: text for text, index in self._chat.get_vocab(with_added_tokens=True).items() if index >= rows}
+        needed = {*self.eos_ids, self.end_of_turn, self.pad_id}
+        for index, text in sorted(beyond.items()):
+            if index in needed or not self._control.fullmatch(text):
+                raise TokenizerError(
+                    f"{source}: the tokenizer has {self.vocab_size} ids, the embedding {rows} rows (vocab_size), none "
+                    f"for id {index}, {text!r}: take the tokenizer that belongs to the weights"
+                )
+
     def render(self, messages: Sequence[Message]) -> str:
         """The conversation as text, with the opening of the assistant's turn; for reading, see `encode_chat` for ids.
 
@@ -133,7 +144,7 @@ class ChatTokenizer:
         return prepared
 
 
-def load(path: str | os.PathLike[str]) -> ChatTokenizer:
+def load(path: str | os.PathLike[str], *, rows: int | None = None) -> ChatTokenizer:
     """Reads the tokenizer of a Hugging Face folder or a GGUF file.
 
     A system prompt goes where the template puts it; a template that refuses or drops it has it merged into the first
@@ -143,13 +154,22 @@ def load(path: str | os.PathLike[str]) -> ChatTokenizer:
     Args:
       path: a folder with `tokenizer.json`, `tokenizer_config.json` and a chat template (in `chat_template.jinja` or in
         the configuration), or a `.gguf` file with a byte-level BPE vocabulary.
+      rows: of the model's embedding (`DecoderConfig.vocab_size`), to be enough for every id that text, the end of a
+        turn or padding can have. Control tokens that have no row are no error until a template puts one into a prompt:
+        text-only checkpoints keep the image tokens of their family.
 
     Raises:
-      TokenizerError: a missing file, chat template or end-of-turn token, a GGUF vocabulary of another kind, or a
-        tokenizer that makes control tokens of ordinary text.
+      TokenizerError: a missing file, chat template or end-of-turn token, a GGUF vocabulary of another kind, a
+        tokenizer that makes control tokens of ordinary text, or one with more ids than rows.
       CheckpointError: a GGUF file that can't be read.
     """
-    path = pathlib.Path(path)
+    tokenizer = _load(pathlib.Path(path))
+    if rows is not None:
+        tokenizer.require_rows(rows, path)
+    return tokenizer
+
+
+def _load(path: pathlib.Path) -> ChatTokenizer:
     if path.is_dir():
         return _load_folder(path)
     if not path.is_file() or path.suffix != ".gguf":
@@ -210,6 +230,7 @@ def _load_folder(folder: pathlib.Path) -> ChatTokenizer:
     try:
         definition = json.loads(file.read_text(encoding="utf-8"))
         backend = _backend(definition)
+        definition.setdefault("added_tokens", [])
     except Exception as error:  # `tokenizers` raises plain Exception
         raise TokenizerError(f"{file}: can't be read: {error}") from error
 
@@ -242,7 +263,11 @@ def _load_folder(folder: pathlib.Path) -> ChatTokenizer:
             )
     control = _control_pattern(control_tokens)
 
-    chat = _Template(template, specials)
+    try:
+        chat = _Template(template, specials)
+        merges_system = _lacks_system_role(chat)
+    except TokenizerError as error:
+        raise TokenizerError(f"{folder}: {error}") from error
     end_of_turn = _template_end(chat, control, backend)
     if end_of_turn is None:
         if "eos_token" not in specials:
@@ -254,7 +279,7 @@ def _load_folder(folder: pathlib.Path) -> ChatTokenizer:
         end_of_turn=end_of_turn,
         pad_id=vocabulary[specials["pad_token"]] if "pad_token" in specials else end_of_turn,
         vocab_size=vocab_size,
-        merges_system=_lacks_system_role(chat),
+        merges_system=merges_system,
         _chat=backend,
         _plain=plain,
         _template=chat,
@@ -283,9 +308,15 @@ def _read_json(file: pathlib.Path) -> dict[str, Any]:
 
 def _read_template(folder: pathlib.Path, config: Mapping[str, Any]) -> str:
     file = folder / "chat_template.jinja"
-    template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    try:
+        template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{file}: can't be read: {error}") from error
     if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template and not isinstance(template, str):
+        raise TokenizerError(f"{folder / 'tokenizer_config.json'}: chat_template={template!r} is not a text")
     if not template:
         raise TokenizerError(
             f"{folder}: no chat template. A base model has none: put one into chat_template.jinja, in the form that "
@@ -307,7 +338,10 @@ def _configured_ends(folder: pathlib.Path) -> set[int]:
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
         if value is not None:
-            return set(value if isinstance(value, list) else [value])
+            ends = value if isinstance(value, list) else [value]
+            if not all(type(end) is int and end >= 0 for end in ends):
+                raise TokenizerError(f"{folder / name}: eos_token_id={value!r} must be an id or a list of ids")
+            return set(ends)
     return set()
 
 
@@ -343,13 +377,16 @@ class _Template:
             raise TokenizerError(f"the chat template can't be compiled: {error}") from error
 
     def render(self, messages: Sequence[Message], *, opening: bool) -> str:
+        roles = [message["role"] for message in messages]
         try:
-            return self._compiled.render(
+            rendered = self._compiled.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=opening, **self._specials
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            roles = [message["role"] for message in messages]
+        except Exception as error:  # a template is a program
             raise TokenizerError(f"the chat template refuses messages of the roles {roles}: {error}") from error
+        if opening and messages[-1]["content"].strip() not in rendered:
+            raise TokenizerError(f"the chat template drops or changes the user's text, last of the roles {roles}")
+        return rendered
 
 
 def _raise_template_error(message: str) -> None:
@@ -365,7 +402,8 @@ def _lacks_system_role(template: _Template) -> bool:
     if template.render([_USER], opening=True).count(_USER["content"]) != 1:
         raise TokenizerError("the chat template does not put a user message's text into the prompt exactly once")
     try:
-        return template.render([_SYSTEM, _USER], opening=True).count(_SYSTEM["content"]) != 1
+        rendered = template.render([_SYSTEM, _USER], opening=True)
+        return any(rendered.count(message["content"]) != 1 for message in (_SYSTEM, _USER))
     except TokenizerError:
         return True
 

@@ -276,6 +276,7 @@ def summarise(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "response_tokens": _last(metrics, "response_tokens") or {},
         "test": results.get("test"),
         "peak_memory_bytes": results.get("peak_memory_bytes"),
+        "programs": results.get("programs") or {},
         "environment": config.get(folder.ENVIRONMENT, {}),
         "command": _command(config),
     }  # fmt: skip
@@ -403,6 +404,9 @@ def _page(summary: Mapping[str, Any], pictures: Sequence[tuple[str, str]]) -> st
         lines += [f"Seconds: {summary['seconds_total']:.1f} in all ({listed}).", ""]
     if summary["peak_memory_bytes"]:
         lines += [f"Peak memory: {summary['peak_memory_bytes'] / 2**30:.2f} GiB.", ""]
+    if summary["programs"]:
+        listed = ", ".join(f"{name} {count}" for name, count in summary["programs"].items())
+        lines += [f"Programs compiled, or read from the cache of earlier runs: {listed}.", ""]
 
     lines += ["## Figures", ""]
     for name, caption in pictures:

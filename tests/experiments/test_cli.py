@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -35,7 +36,7 @@ def test_presets_resolve_and_paper_numbers_stand():
         assert set(settings.PAPER) | {"preset"} == set(chosen)
         settings.align_config(chosen)
     paper = settings.align_config(settings.resolve("paper_dpo", {"pool": "a/x,b/y,c/z"}))
-    assert (paper.iterations, paper.duels, paper.sampling) == (8, 64, (256, 0.7, 0.9))
+    assert (paper.iterations, paper.duels, paper.sampling) == (8, 64, (256, 0.7, 0.9, 0))
     assert (paper.train.learning_rate, paper.train.beta, paper.train.batch_size, paper.train.epochs) == (
         1e-6,
         0.1,
@@ -72,6 +73,11 @@ def test_flags_override_presets():
         ("toy", {"pool": "smollm2"}, ("--pool", "--preset=toy")),
         ("toy", {"judge": "generate"}, ("--judge=generate",)),
         ("paper_dpo", {}, ("--pool",)),
+        ("smollm2", {"train": "some"}, ("--train=some", "full")),
+        ("smollm2", {"train": "full"}, ("--train=full", "careful, terse", "smollm2", "--pool", "--train=lora")),
+        ("smollm2", {"train": "full", "pool": "a/x,b/y,a/x"}, ("x_1, x_2", "'a/x'")),
+        ("smollm2", {"train": "full", "pool": "a/x,b/y,c/z", "lora_rank": 8}, ("--lora_rank", "--train=full")),
+        ("toy", {"train": "full"}, ("--train=full", "--preset=toy")),
         ("nothing", {}, ("smollm2", "toy", "paper_dpo")),
     ],
 )
@@ -103,6 +109,12 @@ def test_agent_files_are_checked(tmp_path, rows, words):
     file = tmp_path / "pool.json"
     file.write_text(rows if isinstance(rows, str) else json.dumps(rows))
     assert words in refused(pool=str(file))
+
+
+def test_a_full_fine_tune_takes_no_adapter(tmp_path):
+    file = tmp_path / "pool.json"
+    file.write_text(json.dumps([{"name": name, "base": f"b/{name}", "adapter": "folder"} for name in "xyz"]))
+    assert all(word in refused(pool=str(file), train="full") for word in ("'x'", "adapter", "experiments.export"))
 
 
 def test_agents_of_a_list_get_different_names():
@@ -221,6 +233,8 @@ def test_own_pool_own_instructions_and_trained_adapters_come_back(tiny_model, tm
     assert any(
         np.abs(t).max() > 0 for n, t in load_file(trained / "adapter_model.safetensors").items() if "lora_B" in n
     )
+    counted = json.loads((tmp_path / "one" / "report" / "summary.json").read_text())["programs"]
+    assert counted["gradient"] == counted["apply"] == 1 and counted["all"] > counted["generate"] > 0
     # A trained adapter is an agent of the next pool; a judge that generates fails to parse and is counted.
     agents[0]["adapter"] = str(trained)
     pool.write_text(json.dumps(agents))
@@ -297,6 +311,11 @@ def test_damaged_checkpoints_are_refused_by_name(tiny_model, tmp_path):
         copy("missing", without): "model.layers.1.mlp.up_proj.weight",
         copy("foreign", architectures=["MambaForCausalLM"], model_type="mamba"): "mamba",
     }
+    smaller = copy("smaller", vocab_size=200)
+    tensors = load_file(smaller / "model.safetensors")
+    embed = "model.embed_tokens.weight"
+    save_file({**tensors, embed: tensors[embed][:200].copy()}, smaller / "model.safetensors")
+    cases[smaller] = "the embedding 200 rows"
     short = copy("short")
     whole = (short / "model.safetensors").read_bytes()
     (short / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -307,6 +326,65 @@ def test_damaged_checkpoints_are_refused_by_name(tiny_model, tmp_path):
         )
         assert result.returncode == 1 and words in result.stderr and "Traceback" not in result.stderr, result.stderr
     assert not list(tmp_path.glob("run*/config.json"))  # the folder can be used again
+
+
+def test_full_fine_tunes_resume_to_the_same_bits_and_come_back(tiny_model, tmp_path):
+    """Three models, all parameters trained in bfloat16 compute: what is written is a pool for another run."""
+    from stackalign.lm import tokenizer, weights
+
+    for number in range(3):
+        shutil.copytree(tiny_model, tmp_path / f"m{number}")
+        file = tmp_path / f"m{number}" / "model.safetensors"
+        save_file({name: value * (1 + 0.1 * number) for name, value in load_file(file).items()}, file)
+    flags = [
+        "--train=full", "--dtype=bfloat16", "--norestart_optimizer", "--iterations=2", "--duels=6", "--batch_size=4",
+        "--num_instructions=4", "--max_new_tokens=4", "--judge_check=0", "--learning_rate=1e-4",
+    ]  # fmt: skip
+    run = tmp_path / "run"
+    first = cli(f"--pool={','.join(str(tmp_path / f'm{n}') for n in range(3))}", f"--run_dir={run}", *flags)
+    assert first.returncode == 0, first.stderr
+
+    def found():
+        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        models = {n: (run / "agents" / "final" / f"m{n}" / "model.safetensors").read_bytes() for n in range(3)}
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in metrics], models
+
+    whole = found()
+    for row in whole[0][1:]:
+        # The reference is each model as it stood at the iteration's start, so the first step's loss is ln 2.
+        assert row["loss"]["first"] == pytest.approx(np.log(2), abs=1e-2) and row["pairs"] > 0
+    for number in range(3):
+        _, before = weights.load(tmp_path / f"m{number}")
+        _, after = weights.load(run / "agents" / "final" / f"m{number}")
+        assert np.abs(after["layers"][1]["down"] - before["layers"][1]["down"]).max() > 1e-5
+        assert tokenizer.load(run / "agents" / "final" / f"m{number}").eos_ids == (1,)
+    shutil.rmtree(run / "checkpoints" / "00000002")
+    shutil.rmtree(run / "agents")
+    again = cli("--resume", f"--run_dir={run}")
+    assert again.returncode == 0, again.stderr
+    assert found() == whole
+
+    pool = ",".join(str(run / "agents" / "best" / f"m{n}") for n in range(3))
+    plan = cli(f"--pool={pool}", "--train=full", "--dtype=bfloat16", "--dry_run")
+    assert plan.returncode == 0, plan.stderr
+    assert "parameters now, before the iteration and at the start, float32" in plan.stdout
+    meshed = cli(f"--pool={pool}", "--train=full", "--mesh=data=1", f"--run_dir={tmp_path / 'meshed'}")
+    assert meshed.returncode == 1 and "--mesh" in meshed.stderr and "Traceback" not in meshed.stderr
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_memory_of_full_fine_tunes_by_formula(restart):
+    from experiments import plan, prepare
+    from stackalign.lm.char_tokenizer import tiny_config
+
+    chosen = settings.resolve(
+        "smollm2", {"train": "full", "pool": "a/x,b/y,c/z", "dtype": "bfloat16", "restart_optimizer": restart}
+    )
+    configs = {"a/x": tiny_config(20), "b/y": tiny_config(30), "c/z": tiny_config(40)}
+    sizes = [prepare.num_parameters(config) for config in configs.values()]
+    found = plan._trained_bytes(chosen, configs, dict.fromkeys(configs, 1), np.dtype("bfloat16"))
+    moments = 8 * sizes[2] + (0 if restart else 16 * sum(sizes))
+    assert list(found.values()) == [12 * sum(sizes), moments + 8 * sizes[2], 2 * sizes[2]]
 
 
 def test_dry_run_prints_the_plan(tiny_model):

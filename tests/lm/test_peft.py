@@ -1,5 +1,6 @@
 """Adapters in PEFT's folder format, in and out."""
 
+import dataclasses
 import json
 
 import jax
@@ -61,6 +62,8 @@ NAME = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
         ({"target_modules": ["q_proj", "k_proj"]}, None, "--lora_targets"),
         ({"target_modules": "all-linear"}, None, "--lora_targets"),
         ({"r": None}, None, "r=None"),
+        ({"r": 0}, None, "r=0"),
+        ({"target_modules": ["query_key_value"]}, None, "query_key_value.*another base"),
         ({}, lambda held: {k: v for k, v in held.items() if k != NAME}, "layers.1.self_attn.v_proj.lora_B"),
         ({}, lambda held: {**held, NAME: held[NAME].T.copy()}, "layers.1.self_attn.v_proj.lora_B"),
         ({}, lambda held: {**held, NAME: held[NAME] * np.nan}, "not finite"),
@@ -74,6 +77,29 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, adapter, fields, tensors
         peft.load(tmp_path, CONFIG, SHAPE)
 
 
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"hidden_size": 32}, r"down_proj.lora_B.*\(16, 3\); this base needs \(32, 3\).*made for another"),
+        ({"num_heads": 4, "num_kv_heads": 1}, r"q_proj.lora_B.*\(16, 3\); this base needs \(32, 3\).*made for another"),
+        ({"num_layers": 1}, r"layers.1.*does not belong to this base \(1 layers\).*made for another"),
+        ({"num_layers": 3}, r"layers.2.*missing.*made for another"),
+        ({"family": "phi3"}, r"q_proj, v_proj.*'phi3'.*qkv_proj.*made for another"),
+    ],
+)
+def test_adapters_of_another_base_are_refused(tmp_path, adapter, other, words):
+    peft.save(tmp_path, adapter, SHAPE, "base", CONFIG)
+    with pytest.raises(CheckpointError, match=words):
+        peft.load(tmp_path, dataclasses.replace(CONFIG, **other), SHAPE)
+
+
+def test_a_fused_adapter_is_not_for_plain_projections(tmp_path, adapter):
+    fused = dataclasses.replace(CONFIG, family="phi3")
+    peft.save(tmp_path, adapter, SHAPE, "base", fused)
+    with pytest.raises(CheckpointError, match="qkv_proj.*'llama'.*made for another"):
+        peft.load(tmp_path, CONFIG, SHAPE)
+
+
 def test_missing_and_damaged_files(tmp_path, adapter):
     with pytest.raises(CheckpointError, match="adapter_config.json"):
         peft.load(tmp_path, CONFIG, SHAPE)
@@ -82,6 +108,10 @@ def test_missing_and_damaged_files(tmp_path, adapter):
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(CheckpointError, match="damaged"):
         peft.load(tmp_path, CONFIG, SHAPE)
+    for text in (b"[]", b"{", b"\xff"):
+        (tmp_path / "adapter_config.json").write_bytes(text)
+        with pytest.raises(CheckpointError, match="damaged"):
+            peft.load(tmp_path, CONFIG, SHAPE)
 
 
 def test_the_real_library_reads_what_is_written(tmp_path, adapter):

@@ -271,16 +271,31 @@ def test_empty_rows_are_zero_and_harmless(params):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
 
 
-def test_memory_does_not_hold_columns_times_vocabulary():
-    vocab, columns = 5000, 4 * score.CHUNK
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("train_head", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_memory_does_not_hold_columns_times_vocabulary(backward, train_head, dtype):
+    """Scratch memory of the compiled program: 4 chunks of columns and 16 differ by hidden states, not by logits."""
+    vocab, features = 5000, 8
     spec = jax.ShapeDtypeStruct
-    value = functools.partial(score.token_log_probs, vocab_size=vocab)
-    grad = jax.jit(jax.grad(lambda hidden, head, targets: value(head, hidden, targets).sum()))
-    compiled = grad.lower(
-        spec((8, columns), jnp.float32), spec((vocab, 8), jnp.float32), spec((columns,), jnp.int32)
-    ).compile()
+
+    def scratch(function, columns):
+        def total(*arguments):
+            return function(*arguments).sum()
+
+        program = jax.jit(jax.grad(total, argnums=(0, 1) if train_head else 1) if backward else function)
+        shapes = spec((vocab, features), jnp.float32 if train_head else dtype), spec((features, columns), dtype)
+        compiled = program.lower(*shapes, spec((columns,), jnp.int32)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    ours = functools.partial(score.token_log_probs, vocab_size=vocab, train_head=train_head)
+    few, many = 4 * score.CHUNK, 16 * score.CHUNK
+    growth, logits = scratch(ours, many) - scratch(ours, few), 4 * vocab * (many - few)
+    assert growth <= 8 * features * 4 * (many - few) < logits / 50
     # Logits, log-probabilities and probabilities of one chunk, not the four chunks of any of them.
-    assert compiled.memory_analysis().temp_size_in_bytes < 3.5 * vocab * score.CHUNK * 4
+    assert scratch(ours, few) < 3.5 * vocab * score.CHUNK * 4
+    whole = functools.partial(plain, temperature=1.0, vocab_size=vocab)
+    assert scratch(whole, many) - scratch(whole, few) > 0.99 * logits  # what this measures sees the whole matrix
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

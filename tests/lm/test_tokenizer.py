@@ -162,7 +162,11 @@ def test_unmarked_end_is_a_control_token(tmp_path):
     assert tokenizer.decode([end]) == ""
 
 
-@pytest.mark.parametrize(("end", "said"), [(10, "ordinary text"), (9999, "not in the vocabulary")])
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [(10, "ordinary text"), (9999, "not in the vocabulary"), (-3, "eos_token_id=-3"), ("x", "eos_token_id='x'"),
+     ([2, None], "eos_token_id")],
+)  # fmt: skip
 def test_impossible_ends(tmp_path, end, said):
     with pytest.raises(TokenizerError, match=said):
         lm_tokenizer.load(write(tmp_path, generation=end))
@@ -189,12 +193,56 @@ def test_template_that_drops_the_system_prompt(tmp_path):
         ("{% for %}", "can't be compiled"),
         ("{{ raise_exception('never') }}", "never"),
         ("{{ strftime_now('%d') }}", "strftime_now"),
-        ("nothing of the message", "exactly once"),
+        ("nothing of the message", "drops or changes the user's text"),
+        ("{{ messages[0].content }} {{ messages[0].content }}", "exactly once"),
+        ("{{ messages[0].content[:3] }}", "drops or changes"),
+        ("{{ messages[0].content }}{{ 1 // 0 }}", "division"),
+        ("{{ messages[5].content }}", "no element 5"),
+        ("{{ range(10000000) | join }}", "too big"),
     ],
 )
 def test_unusable_templates(tmp_path, template, said):
-    with pytest.raises(TokenizerError, match=said):
+    with pytest.raises(TokenizerError, match=said) as error:
         lm_tokenizer.load(write(tmp_path, template))
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_template_that_drops_long_text_is_refused_with_the_text(tmp_path):
+    cut = CHATML.replace("message['content']", "message['content'][:80]")
+    tokenizer = lm_tokenizer.load(write(tmp_path, cut))
+    assert tokenizer.encode_chat([USER])
+    with pytest.raises(TokenizerError, match="drops or changes the user's text"):
+        tokenizer.encode_chat([{"role": "user", "content": "long " * 20}])
+
+
+def test_a_template_that_drops_the_user_where_there_is_a_system_prompt(tmp_path):
+    """The system prompt goes into the user's message then, as where a template refuses it."""
+    first = "{{ messages[0]['content'] }}<|im_end|>"
+    tokenizer = lm_tokenizer.load(write(tmp_path, first))
+    assert tokenizer.merges_system
+    assert tokenizer.render([SYSTEM, USER]) == f"{SYSTEM['content']}\n\n{USER['content']}<|im_end|>"
+
+
+@pytest.mark.parametrize("value", [5, {"default": "x"}, ["x"], [{"template": "x"}]])
+def test_template_fields_of_other_kinds(tmp_path, value):
+    with pytest.raises(TokenizerError, match="chat.template"):
+        lm_tokenizer.load(write(tmp_path, None, chat_template=value))
+
+
+def test_rows_of_the_embedding(tmp_path):
+    """Every id that text or the end of a turn can have needs a row; control tokens that no prompt holds do not."""
+    folder = write(tmp_path)
+    size = lm_tokenizer.load(folder).vocab_size
+    assert lm_tokenizer.load(folder, rows=size).vocab_size == lm_tokenizer.load(folder, rows=size + 7).vocab_size
+    with pytest.raises(TokenizerError, match=rf"{size} ids.*{size - 1} rows.*'Ġi'.*belongs to the weights"):
+        lm_tokenizer.load(folder, rows=size - 1)
+    built = backend()
+    built.add_special_tokens(["<image>"])
+    write(tmp_path, built=built)
+    assert lm_tokenizer.load(folder, rows=size).vocab_size == size + 1
+    write(tmp_path, built=built, generation=[size])
+    with pytest.raises(TokenizerError, match="<image>"):
+        lm_tokenizer.load(folder, rows=size)
 
 
 def test_template_in_the_configuration(tmp_path):
@@ -229,6 +277,17 @@ def test_missing_files(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     with pytest.raises(TokenizerError, match="can't be read"):
         lm_tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
+)
+@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"a":', b"[1]"])
+def test_damaged_files_are_named(tmp_path, name, content):
+    folder = write(tmp_path, generation=2)
+    (folder / name).write_bytes(content)
+    with pytest.raises(TokenizerError, match=name if name != "chat_template.jinja" or content[0] > 127 else "user's"):
+        lm_tokenizer.load(folder)
 
 
 # --- GGUF ---

@@ -203,12 +203,13 @@ def test_missing_values_test_split_and_peak_memory(tmp_path):
     edit(tmp_path, blank)
     accuracies = {name: (index + 1) / 8 for index, name in enumerate(AGENTS)}
     test = {"questions": 8, "best": {"iteration": 1, "mean": 0.5, "by_agent": accuracies}}
-    results = {"peak_memory_bytes": 2**30 + 3, "test": test}
+    results = {"peak_memory_bytes": 2**30 + 3, "programs": {"gradient": 2, "all": 31}, "test": test}
     (tmp_path / "run" / "results.json").write_text(json.dumps(results))
     summary = report.summarise(tmp_path / "run")
     known = [value for value in summary["by_iteration"][0]["validation"].values() if value is not None]
     assert math.isclose(summary["start_validation"], sum(known) / 3)
     assert summary["peak_memory_bytes"] == 2**30 + 3
+    assert summary["programs"] == {"gradient": 2, "all": 31}
     assert summary["best_agent_test"] == accuracies[summary["best_agent"]]
     report.build(tmp_path / "run")
     assert "Peak memory: 1.00 GiB." in (tmp_path / "run" / "report" / "report.md").read_text()

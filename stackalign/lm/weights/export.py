@@ -15,6 +15,7 @@ from stackalign.lm.config import DecoderConfig
 from stackalign.lm.weights import hf_config, layout
 
 SHARD = 5 * 10**9  # bytes of a file
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tensors(
@@ -49,6 +50,12 @@ def tensors(
         yield "lm_head.weight", np.asarray(params["lm_head"], np.float32)
 
 
+def read_token_ids(path: pathlib.Path) -> dict[str, Any]:
+    """The `token_ids` of `save` that the `config.json` of a base states; none where it is no folder."""
+    stated = json.loads((path / "config.json").read_text(encoding="utf-8")) if path.is_dir() else {}
+    return {name: stated[name] for name in _TOKEN_IDS if name in stated}
+
+
 def save(
     folder: str | os.PathLike,
     config: DecoderConfig,
@@ -69,7 +76,7 @@ def save(
       config, params, adapter, scale: see `tensors`.
       dtype: of what is written: float32, bfloat16 or float16.
       shard: bytes.
-      token_ids: `bos_token_id`, `eos_token_id` and `pad_token_id` of config.json; null by default.
+      token_ids: `bos_token_id`, `eos_token_id` and `pad_token_id` of config.json; null by default (`read_token_ids`).
 
     Raises:
       UnsupportedModelError: a configuration that its family's format can't state.
@@ -78,7 +85,7 @@ def save(
     if dtype not in layout.DTYPES:
         raise ValueError(f"dtype={dtype} is not supported for parameters; supported: {', '.join(layout.DTYPES)}")
     fields = hf_config.to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
-    fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | dict(token_ids or {})
+    fields |= dict.fromkeys(_TOKEN_IDS) | dict(token_ids or {})
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     width = np.dtype(dtype).itemsize

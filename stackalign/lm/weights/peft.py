@@ -144,9 +144,17 @@ def load(folder: str | os.PathLike, config: DecoderConfig, shape: lora.LoraConfi
         tensors = load_file(folder / "adapter_model.safetensors")
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is not a PEFT adapter folder: {error.filename} is missing") from error
-    except (json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: damaged adapter: {error}") from error
+    if not isinstance(described, dict):
+        raise CheckpointError(f"{folder}: damaged adapter: adapter_config.json must hold an object")
     modules = _modules(config.family)
+    targets = described.get("target_modules")
+    if isinstance(targets, list) and not set(targets) <= set(modules):
+        raise CheckpointError(
+            f"{folder}: target_modules has {', '.join(sorted(set(targets) - set(modules)))}, which a base of family "
+            f"{config.family!r} has not ({', '.join(modules)}): the adapter was made for another base"
+        )
     fused = {name for name, (_, parts) in modules.items() if len(parts) > 1}
     for field, plain in _PLAIN.items():
         value = described.get(field)
@@ -154,9 +162,8 @@ def load(folder: str | os.PathLike, config: DecoderConfig, shape: lora.LoraConfi
         if field in described and value not in plain and not patterned:
             raise CheckpointError(f"{folder}: adapter field {field}={value!r} is not supported (plain LoRA)")
     rank, alpha = described.get("r"), described.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise CheckpointError(f"{folder}: adapter_config.json must give r and lora_alpha, got r={rank!r}, {alpha!r}")
-    targets = described.get("target_modules")
     allowed = {name for name, (_, parts) in modules.items() if set(parts) & set(shape.targets)}
     if not isinstance(targets, list) or not set(targets) <= allowed:
         raise CheckpointError(
@@ -203,7 +210,8 @@ def load(folder: str | os.PathLike, config: DecoderConfig, shape: lora.LoraConfi
                 layer[part]["b"][:, : len(columns)] = blocks[part][:, columns].astype(np.float32) * ratio
     if tensors:
         raise CheckpointError(
-            f"{folder}: tensor {min(tensors)} does not belong to this base ({config.num_layers} layers)"
+            f"{folder}: tensor {min(tensors)} does not belong to this base ({config.num_layers} layers): the adapter "
+            "was made for another"
         )
     return tuple(layers)
 
@@ -232,7 +240,12 @@ def _require_rank(folder: pathlib.Path, rank: int, target: str, shape: lora.Lora
 
 
 def _checked(folder: pathlib.Path, key: str, value: np.ndarray | None, expected: tuple[int, ...]) -> np.ndarray:
-    if value is None or value.shape != expected or not np.isfinite(value).all():
-        what = "missing" if value is None else f"of shape {value.shape} or not finite"
-        raise CheckpointError(f"{folder}: tensor {key} is {what}; this base needs {expected}")
+    if value is None or value.shape != expected:
+        what = "missing" if value is None else f"of shape {value.shape}"
+        raise CheckpointError(
+            f"{folder}: tensor {key} is {what}; this base needs {expected}, so the adapter is damaged or was made for "
+            "another"
+        )
+    if not np.isfinite(value).all():
+        raise CheckpointError(f"{folder}: tensor {key} has values that are not finite")
     return value
