@@ -34,6 +34,35 @@ def test_without_cudnn_a_warning_says_why(caplog):
     assert "cuDNN attention can't be used for 6 query and 2 key heads of 64 bfloat16 features: " in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(lambda x: x, None), (lambda x: 1.2 * x, "differs from plain matmuls by 0."), (lambda x: x * jnp.nan, "by nan")],
+)
+def test_the_fused_kernel_is_used_where_it_agrees(monkeypatch, caplog, change, reason):
+    kernel = jax.nn.dot_product_attention
+
+    def stand_in(*args, implementation, **kwargs):
+        assert implementation == "cudnn" and args[0].shape[1] % attention.TILE == args[1].shape[1] % attention.TILE == 0
+        return change(kernel(*args, **kwargs))
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    attention.has_cudnn.cache_clear()
+    assert attention.has_cudnn("bfloat16", 6, 2, 64) == (reason is None)
+    assert reason is None or reason in caplog.text
+    attention.has_cudnn.cache_clear()
+
+
+def test_padding_for_the_kernel_changes_nothing(monkeypatch):
+    kernel = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, implementation, **kw: kernel(*args, **kw))
+    rng = np.random.default_rng(0)
+    query = jnp.asarray(rng.standard_normal((4, 8, 2, 5)), jnp.float32)
+    keys, values = jnp.asarray(rng.standard_normal((2, 2, 8, 2, 9)), jnp.float32)
+    mask = jnp.asarray(rng.random((2, 5, 9)) < 0.5).at[..., 0].set(True)
+    found = attention.fused(query, keys, values, mask, 0.4, "cudnn")
+    np.testing.assert_allclose(found, attention.matmuls(query, keys, values, mask, 0.4), atol=2e-6)
+
+
 def test_single_precision_does_not_ask_for_cudnn(caplog):
     assert not attention.has_cudnn("float32", 6, 2, 64)
     assert not caplog.records
