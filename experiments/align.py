@@ -65,6 +65,7 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_float("temperature", None, "Of the duels' answers.")
 flags.DEFINE_float("top_p", None, "Of the duels' answers.")
+flags.DEFINE_integer("top_k", None, "Of the duels' answers; 0 is no cut.")
 flags.DEFINE_integer("max_new_tokens", None, "Longest answer.")
 flags.DEFINE_float("learning_rate", None, "AdamW's peak rate; cosine to 0 in every iteration.")
 flags.DEFINE_float("beta", None, "DPO's inverse temperature.")

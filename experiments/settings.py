@@ -43,6 +43,7 @@ PAPER: dict[str, Any] = {
     "judge_check": 40,
     "temperature": 0.7,
     "top_p": 0.9,
+    "top_k": 0,
     "max_new_tokens": 256,
     "learning_rate": 1e-6,
     "beta": 0.1,
@@ -178,7 +179,8 @@ def _refuse(settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     for name in ("learning_rate", "beta", "max_grad_norm", "lora_alpha"):
         if not settings[name] > 0:
             raise ValueError(f"--{name}={settings[name]} must be positive")
-    for name in ("leader_eta", "nll_weight", "weight_decay", "judge_check", "duels_per_round", "num_opponents", "seed"):
+    for name in ("leader_eta", "nll_weight", "weight_decay", "judge_check", "duels_per_round", "num_opponents", "seed",
+                 "top_k"):
         if settings[name] < 0:
             raise ValueError(f"--{name}={settings[name]} must not be negative")
     if settings["duels_per_round"] > settings["duels"]:
@@ -329,7 +331,7 @@ def align_config(settings: Mapping[str, Any]) -> align.AlignConfig:
         schedule={"linear": leaders.linear, "cosine": leaders.cosine}[settings["schedule"]],
         reputation=arena.reputation.PRESETS[settings["reputation"]],
         weighting=settings["weighting"],
-        sampling=lm_pool.Sampling(settings["max_new_tokens"], settings["temperature"], settings["top_p"]),
+        sampling=lm_pool.Sampling(**{name: settings[name] for name in lm_pool.Sampling._fields}),
         fresh_instructions=settings["fresh_instructions"],
         train=preferences.DpoConfig(**{name: settings[name] for name in names}),
         batch_tokens=settings["batch_tokens"],

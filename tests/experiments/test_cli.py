@@ -65,6 +65,7 @@ def test_flags_override_presets():
         ("smollm2", {"judge": "verifier", "weighting": "mean"}, ("--weighting",)),
         ("smollm2", {"duels": 4, "duels_per_round": 5}, ("--duels_per_round",)),
         ("smollm2", {"top_p": 0.0}, ("--top_p",)),
+        ("smollm2", {"top_k": -1}, ("--top_k",)),
         ("smollm2", {"learning_rate": 0.0}, ("--learning_rate",)),
         ("smollm2", {"iterations": 0}, ("--iterations",)),
         ("smollm2", {"lora_targets": "q,z"}, ("z",)),
