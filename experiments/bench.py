@@ -4,6 +4,7 @@
     python -m experiments.bench --suite=lm --only='decode_(1|4)$' --repeats=5
     python -m experiments.bench --suite=tabular                  # about 4 minutes
     python -m experiments.bench --suite=population
+    python -m experiments.bench --suite=gpu                      # at most 8 minutes on one GPU; --limit_s
 
 Prints one JSON object a line. The first, "machine", says where it ran; every other is a row:
 
@@ -29,6 +30,15 @@ of the algorithm in NumPy (`tabular_numpy_...`) and jitted JAX (`tabular_jit_...
 (`bound`: what it may be), `tabular_games_...` small games a second.
 
 Suite population: simulated iterations of a pool a second, against NumPy.
+
+Suite gpu: one GPU against its own `copy` bandwidth and `matmul` rate, with random bfloat16 weights of the shapes of
+Qwen2.5 1.5B and 7B. `logits` compares bfloat16 and float32 with float32 on the CPU; `of_copy` of `decode_ROWS_...` is
+the share of that bandwidth which the bytes that a step must read come to; `judge_...` scores two answers a prompt;
+`dpo_...` and `grpo_...` are steps of adapters of rank 64, with `mfu` as shares of that matmul rate by two counts:
+`6N_tokens`, six FLOPs a parameter and token, and `needed`, what adapters need (about 4N, attention and vocabulary).
+Compilation is reported apart (`trace_s`, `compile_s`; programs are kept for the next run), `scratch_gb` is what XLA
+planned, `peak_gb` what the device saw where a row reached a new peak. Rows that do not fit into --limit_s are named in
+the last one. Without a GPU the suite runs at tiny shapes, `"tiny": true`.
 """
 
 import json
@@ -41,15 +51,17 @@ import time
 import jax
 from absl import app, flags
 
-from experiments.benches import lm, population, tabular
+from experiments import compilation
+from experiments.benches import gpu, lm, population, tabular
 
-SUITES = {"lm": lm, "population": population, "tabular": tabular}
+SUITES = {"gpu": gpu, "lm": lm, "population": population, "tabular": tabular}
 
 FLAGS = flags.FLAGS
 
 flags.DEFINE_enum("suite", "lm", list(SUITES), "Which benchmarks to run.")
 flags.DEFINE_integer("repeats", 3, "Counted runs of each side, after one that is not counted.", lower_bound=1)
 flags.DEFINE_string("only", "", "Regular expression: run only rows whose name it matches somewhere.")
+flags.DEFINE_float("limit_s", 480.0, "Suite gpu: seconds that it may take; rows that no longer fit are skipped.")
 
 
 def main(argv: list[str]) -> None:
@@ -75,7 +87,11 @@ def main(argv: list[str]) -> None:
          "backend": jax.default_backend(), "devices": jax.device_count(), "python": platform.python_version(),
          "jax": jax.__version__, **suite.versions(), "repeats": FLAGS.repeats}
     )  # fmt: skip
-    for row in suite.rows(FLAGS.repeats, lambda name: bool(pattern.search(name)), note):
+    options = {}
+    if suite is gpu:
+        compilation.use_cache()
+        options["deadline"] = start + FLAGS.limit_s
+    for row in suite.rows(FLAGS.repeats, lambda name: bool(pattern.search(name)), note, **options):
         show(row)
     note("done")
 

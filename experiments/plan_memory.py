@@ -22,6 +22,8 @@ from typing import Any
 
 from absl import app, flags, logging
 
+from experiments.shapes import SHAPES
+
 FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "qwen2.5-1.5b", "A model or the name of a shape (see above).")
 flags.DEFINE_string("mesh", "fsdp=8", "The devices, as --mesh of experiments.align.")
@@ -36,29 +38,8 @@ flags.DEFINE_integer("prompt", 512, "Tokens of a prompt.", lower_bound=1)
 flags.DEFINE_integer("new", 512, "Tokens of an answer.", lower_bound=1)
 flags.DEFINE_bool("remat", True, "Recompute activations in the training step.")
 
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-           "original_max_position_embeddings": 8192}  # fmt: skip
-_QWEN = {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2.5-1.5b": {
-        **_QWEN, "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
-    },
-    "qwen2.5-7b": {
-        **_QWEN, "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4,
-    },
-    "llama-3.1-8b": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": _LLAMA3,
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
-    },
-    "aya-expanse-8b": {
-        "model_type": "cohere", "vocab_size": 256000, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "layer_norm_eps": 1e-5,
-        "max_position_embeddings": 8192, "rope_theta": 1e4, "logit_scale": 0.125,
-    },
-}  # fmt: skip
+# The scheduler of XLA's GPU compiler minds memory; the CPU compiler's usual one gathers all layers' weights at once.
+MEMORY_FIRST = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
@@ -125,7 +106,7 @@ def plan() -> int:
     always, largest, worst = sum(held.values()), 0.0, ""
     for name, program in programs.items():
         print(f"compiling: {name}", file=sys.stderr, flush=True)
-        compiled = program().compile()
+        compiled = program().compile(MEMORY_FIRST)
         memory = compiled.memory_analysis()
         need = always + memory.temp_size_in_bytes + memory.output_size_in_bytes
         kinds = sorted(exchanged(compiled.as_text()).items())

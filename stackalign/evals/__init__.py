@@ -1,0 +1,5 @@
+"""Benchmarks: items, scorers, statistics."""
+
+from stackalign.evals.base import Item, Score
+
+__all__ = ["Item", "Score"]
