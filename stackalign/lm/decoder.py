@@ -200,11 +200,13 @@ def block(layer, adapter, config: DecoderConfig, mesh, h, rotary, mask, cache=No
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     _, num_rows, length = h.shape
     parts = sharding.parts(config, mesh)
-    layer = sharding.gather(layer, mesh, num_rows * length)
+    gathered = sharding.gathers(mesh, config.hidden_size, num_rows * length)
+    layer = sharding.gather(layer, mesh, gathered)
     x = normalised = normalise(config, h, layer["attn_norm"])
     qkv = project(layer["qkv"], x)
     if config.qkv_bias:
         qkv = qkv + layer["qkv_bias"][:, None, None]
+    qkv = sharding.constrain(qkv, mesh, True, "tensor")  # each device attends for its own rows and heads
     q, k, v = split_rows(qkv, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], parts)
     q, k, v = (y + lora.delta(adapter, name, x, rows) for name, y in (("q", q), ("k", k), ("v", v)))
     q, k = q.reshape(heads, head_dim, num_rows, length), k.reshape(kv_heads, head_dim, num_rows, length)
@@ -217,16 +219,17 @@ def block(layer, adapter, config: DecoderConfig, mesh, h, rotary, mask, cache=No
         cache = LayerCache(write(cache.keys, k, (0, 0, 0, slot)), write(cache.values, v, (0, 0, slot, 0)))
         k, v = cache.keys.transpose(0, 2, 1, 3), cache.values.transpose(0, 3, 1, 2)
     x = attention.attend(q, k, v, mask, config.attention_scale or head_dim**-0.5)
-    x = x.reshape(heads * head_dim, num_rows, length)
+    x = sharding.constrain(x.reshape(heads * head_dim, num_rows, length), mesh, gathered, "tensor")
     x = project(layer["o"], x) + lora.delta(adapter, "o", x, rows)
     h = h + (normalise(config, x, layer["post_attn_norm"]) if config.post_norms else x)
+    h = sharding.constrain(h, mesh, gathered)
     x = normalised if config.parallel else normalise(config, h, layer["mlp_norm"])
     gate, up = split_rows(project(layer["gate_up"], x), [config.intermediate_size] * 2, parts)
     gate, up = gate + lora.delta(adapter, "gate", x, rows), up + lora.delta(adapter, "up", x, rows)
     x = (jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
     x = project(layer["down"], x) + lora.delta(adapter, "down", x, rows)
     h = h + (normalise(config, x, layer["post_mlp_norm"]) if config.post_norms else x)
-    return sharding.constrain_rows(h, mesh, axis=1), cache
+    return sharding.constrain(h, mesh, gathered), cache
 
 
 def apply(
@@ -265,7 +268,9 @@ def apply(
     """
     # Where the embedding is trained it is wider than the layers: its gradient is a sum over all tokens.
     h = params["embed"][tokens].astype(params["final_norm"].dtype)
-    h = sharding.constrain_rows(h.transpose(2, 0, 1), mesh, axis=1)
+    # First as the parts of the embedding give it, then as the layers want it.
+    h = sharding.constrain(h.transpose(2, 0, 1), mesh, False)
+    h = sharding.constrain(h, mesh, sharding.gathers(mesh, config.hidden_size, tokens.size))
     if config.embed_scale != 1.0:
         # As the embedding's dtype holds it, which is how such models were trained.
         h = h * jnp.asarray(config.embed_scale, h.dtype)
@@ -318,9 +323,14 @@ def unembedding(params) -> jax.Array:
     return params.get("lm_head", params["embed"])
 
 
-def logits(params, hidden: jax.Array, vocab_size: int) -> jax.Array:
-    """Float32 logits `[V, columns]` of `hidden` `[d, columns]`; rows at and above `vocab_size` are masked out."""
+def logits(params, hidden: jax.Array, vocab_size: int, mesh=None) -> jax.Array:
+    """Float32 logits `[V, columns]` of `hidden` `[d, columns]`; rows at and above `vocab_size` are masked out.
+
+    On a mesh the columns are as few as those of a decoding step: the projection stays in its parts.
+    """
+    hidden = sharding.constrain(hidden, mesh, False)
     values = jnp.matmul(unembedding(params), hidden, preferred_element_type=jnp.float32)
+    values = sharding.constrain(sharding.constrain(values, mesh, True, "tensor"), mesh, True)
     padding = jnp.arange(values.shape[0]) >= vocab_size
     return jnp.where(padding[:, None], MASKED, values) if vocab_size < values.shape[0] else values
 

@@ -294,7 +294,7 @@ def generate(
 
     def pick(step, hidden):
         step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
-        return sample(step_keys, decoder.logits(params, hidden, vocab_size), temperature, top_p, greedy, top_k)
+        return sample(step_keys, decoder.logits(params, hidden, vocab_size, mesh), temperature, top_p, greedy, top_k)
 
     def write(step, out, token, log_prob, done):
         return Generation(

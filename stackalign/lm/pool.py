@@ -437,7 +437,7 @@ def score_answers(
 def _next_log_probs(params, adapters, config, tokens, mask, rows, prefix, *, last: int, vocab_size: int, mesh):
     hidden, *_ = generate.prefill(params, adapters, config, tokens, mask, rows, prefix, mesh)
     hidden = hidden[:, :, -last:]
-    values = decoder.logits(params, hidden.reshape(hidden.shape[0], -1), vocab_size)
+    values = decoder.logits(params, hidden.reshape(hidden.shape[0], -1), vocab_size, mesh)
     return jax.nn.log_softmax(values, axis=0).reshape(-1, *hidden.shape[1:])
 
 

@@ -156,7 +156,7 @@ def completion_log_probs(
     predicting = [piece for start in starts for piece in (last, hidden[:, :, start : start + length - 1])]
     hidden = jnp.concatenate(predicting, axis=2)
     values = token_log_probs(
-        sharding.gather_head(decoder.unembedding(params), mesh),
+        sharding.gather({"lm_head": decoder.unembedding(params)}, mesh)["lm_head"],
         hidden.reshape(hidden.shape[0], -1),
         completions.reshape(-1),
         temperature=temperature,

@@ -6,6 +6,7 @@ on one, `jax.jit` partitions them, and results equal those of one device up to r
 hosts: `jax.devices()` are those of all hosts.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from stackalign.lm.config import DecoderConfig
 
 AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")
 
 # Weights are [out, in]. A projection into heads or into the MLP's inner features is cut by "tensor" where it ends, one
 # out of them where it begins, so that between the two nothing is exchanged but the sum at the end.
@@ -178,30 +180,60 @@ def fetch(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def gather(layer: Any, mesh: Mesh | None, tokens: int) -> Any:
-    """Inside `jit`: a layer's parameters, put together along "fsdp" where that moves less than the activations.
+def gathers(mesh: Mesh | None, hidden_size: int, tokens: int) -> bool:
+    """Whether a pass puts each layer's weights together along "fsdp" where it uses them; a decoding step does not.
 
-    A pass over many tokens gathers each layer's weights where it uses them. For few (a decoding step) the weights stay
-    where they are and sums of activations travel.
+    That moves `out * in` numbers a projection and leaves every device its own rows. Otherwise the weights stay where
+    they are and activations are summed over "fsdp", `(out + in) * tokens` numbers.
 
     Args:
-      layer: parameters by name.
-      mesh: None changes nothing.
+      hidden_size: of the decoder.
       tokens: rows times length of the pass, all devices together.
     """
-    if mesh is None or mesh.shape["fsdp"] == 1 or tokens < layer["o"].shape[0]:
+    return mesh is not None and tokens >= hidden_size
+
+
+def gather(layer: Mapping[str, jax.Array], mesh: Mesh | None, gathered: bool = True) -> Mapping[str, jax.Array]:
+    """Inside `jit`: parameters by name, put together along "fsdp" if `gathered`; gradients go back into parts."""
+    if mesh is None or not gathered:
         return layer
-    return {name: _gathered(name, leaf, mesh) for name, leaf in layer.items()}
+    return {name: _gather(leaf, name, mesh) for name, leaf in layer.items()}
 
 
-def _gathered(name: str, leaf: jax.Array, mesh: Mesh) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(leaf, name, mesh):
     spec = PartitionSpec(*(None if axis == "fsdp" else axis for axis in RULES[name]))
     return jax.lax.with_sharding_constraint(leaf, fit(spec, leaf.shape, mesh))
 
 
-def gather_head(head: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Inside `jit`: the vocabulary projection, put together along "fsdp"."""
-    return head if mesh is None or mesh.shape["fsdp"] == 1 else _gathered("lm_head", head, mesh)
+def _gather_forward(leaf, name, mesh):
+    return _gather(leaf, name, mesh), None
+
+
+def _gather_backward(name, mesh, _, gradient):
+    return (jax.lax.with_sharding_constraint(gradient, fit(RULES[name], gradient.shape, mesh)),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def constrain_params(params: Any, mesh: Mesh | None) -> Any:
+    """Inside `jit`: parameters, and with them their gradients, in the parts that `place` puts them into."""
+    return params if mesh is None else jax.lax.with_sharding_constraint(params, shardings(params, mesh))
+
+
+def constrain(x: jax.Array, mesh: Mesh | None, gathered: bool, features: str | None = None) -> jax.Array:
+    """Inside `jit`: activations `[features, rows, ...]` where a pass with or without gathered weights wants them.
+
+    Args:
+      x: the hidden state, or heads or inner features of a layer.
+      gathered: see `gathers`.
+      features: the axis that cuts the features of `x` beside it, "tensor" for heads and inner features.
+    """
+    if mesh is None:
+        return x
+    spec = PartitionSpec(features, ROWS) if gathered else PartitionSpec(features or "fsdp", "data")
+    return jax.lax.with_sharding_constraint(x, fit(spec, x.shape, mesh))
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
@@ -216,7 +248,7 @@ def row_shards(mesh: Mesh | None, num_rows: int) -> int:
 
 
 def _rows(leaf: Any, mesh: Mesh, axis: int) -> NamedSharding:
-    return fit(PartitionSpec(*[None] * axis, ("data", "fsdp")), leaf.shape, mesh)
+    return fit(PartitionSpec(*[None] * axis, ROWS), leaf.shape, mesh)
 
 
 def constrain_rows(tree: Any, mesh: Mesh | None, axis: int = 0) -> Any:

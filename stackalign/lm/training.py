@@ -73,7 +73,7 @@ def cosine(step: int, total: int, peak: float) -> float:
     return float(optax.cosine_decay_schedule(peak, max(total, 1))(step))
 
 
-def _differentiable(params, trained: Trained, lora_config: lora.LoraConfig | None):
+def _differentiable(params, trained: Trained, lora_config: lora.LoraConfig | None, mesh):
     """The `(parameters, adapters)` that a training pass computes with.
 
     The masters' embedding and projection stay float32 until their rows are looked up and their chunks multiplied
@@ -82,7 +82,7 @@ def _differentiable(params, trained: Trained, lora_config: lora.LoraConfig | Non
     if lora_config is not None:
         return params, trained
     wide = {name: trained[name][0] for name in ("embed", "lm_head") if name in trained}
-    return compute_copy(params, trained) | wide, None
+    return sharding.constrain_params(compute_copy(params, trained) | wide, mesh), None
 
 
 @functools.partial(jax.jit, static_argnames=("config", "lora_config", "loss", "vocab_size", "remat", "mesh"))
@@ -120,7 +120,7 @@ def gradient(
         flat = sharding.constrain_rows([x.reshape(-1, *x.shape[2:]) for x in batch[:4]], mesh)
         rows = None if lora_config is None else lora.grouped(lora_config, key)
         log_probs = score.completion_log_probs(
-            *_differentiable(params, trained, lora_config), config, *flat, rows, temperature=temperature,
+            *_differentiable(params, trained, lora_config, mesh), config, *flat, rows, temperature=temperature,
             vocab_size=vocab_size, remat=remat, train_head=lora_config is None, mesh=mesh,
         )  # fmt: skip
         return loss(log_probs.reshape(batch.completions.shape), batch)

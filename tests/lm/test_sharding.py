@@ -1,6 +1,7 @@
 """Sharded equals unsharded: logits, losses, gradients and generated tokens, on eight simulated devices."""
 
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -30,7 +31,10 @@ CONFIGS = {
 PROGRAM = """
 import sys
 import jax
-jax.config.update("jax_num_cpu_devices", 8)
+hosts = sys.argv[4:]
+jax.config.update("jax_num_cpu_devices", 2 if hosts else 8)
+if hosts:
+    jax.distributed.initialize(hosts[0], 2, int(hosts[1]))
 sys.path.insert(0, sys.argv[1])
 import jax.numpy as jnp
 import numpy as np
@@ -62,14 +66,14 @@ if sys.argv[2] == "llama":
 log_probs = jax.jit(score.completion_log_probs, static_argnames=("config", "vocab_size", "remat", "mesh"))
 one = log_probs(params, stack, config, tokens, mask, completions, completion_mask, rows, vocab_size=96)
 two = log_probs(placed, stack_placed, config, *batch, rows, vocab_size=96, mesh=mesh)
-np.testing.assert_allclose(two, one, atol=2e-5)
+np.testing.assert_allclose(sharding.fetch(two), one, atol=2e-5)
 
 forward = jax.jit(decoder.apply, static_argnames=("config", "mesh"))
 hidden = [
     forward(p, s, config, t, decoder.positions_of(m), decoder.causal_mask(m), rows=rows, mesh=on)[0]
     for p, s, (t, m), on in ((params, stack, (tokens, mask), None), (placed, stack_placed, batch[:2], mesh))
 ]
-np.testing.assert_allclose(hidden[1], hidden[0], atol=2e-5 * np.abs(hidden[0]).max())
+np.testing.assert_allclose(sharding.fetch(hidden[1]), hidden[0], atol=2e-5 * np.abs(hidden[0]).max())
 
 def loss(values, batch):
     return -jnp.sum(values) / batch.completion_mask.sum(), jnp.sum(values)
@@ -83,13 +87,14 @@ shared_out = sharding.place_rows(grouped((tokens, mask, completions, completion_
 two, two_loss = training.gradient(placed, stack_placed, keys[5], shared_out, mesh=mesh, **step)
 np.testing.assert_allclose(two_loss, one_loss, rtol=1e-5)
 for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two)):
-    np.testing.assert_allclose(b, a, atol=3e-5 * max(1e-3, np.abs(a).max()))
+    np.testing.assert_allclose(sharding.fetch(b), a, atol=3e-5 * max(1e-3, np.abs(a).max()))
 
 sample = dict(max_new_tokens=8, temperature=0.8, top_p=0.9, eos_ids=(3,), vocab_size=96)
 one = generate.generate(params, stack, config, keys, tokens, mask, rows, **sample)
 two = generate.generate(
-    placed, stack_placed, config, sharding.replicate(keys, mesh), *batch[:2], rows, mesh=mesh, **sample
+    placed, stack_placed, config, sharding.place_rows(keys, mesh), *batch[:2], rows, mesh=mesh, **sample
 )
+two = sharding.fetch(two)
 np.testing.assert_array_equal(one.tokens, two.tokens)
 np.testing.assert_array_equal(one.mask, two.mask)
 np.testing.assert_allclose(two.log_probs, one.log_probs, atol=2e-5)
@@ -114,6 +119,24 @@ def test_sharded_is_unsharded(name, mesh):
         cwd=here.parent.parent, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.stdout.strip() == "equal", done.stderr[-3000:]
+
+
+def test_two_hosts():
+    """Two processes with two devices each get what one device gives, both of them."""
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        where = f"localhost:{taken.getsockname()[1]}"
+    here = pathlib.Path(__file__).resolve().parent
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(here), "llama", "fsdp=2,tensor=2", where, str(host)],
+            cwd=here.parent.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for host in range(2)
+    ]  # fmt: skip
+    for process in started:
+        out, err = process.communicate(timeout=300)
+        assert out.endswith("equal\n"), err[-3000:]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
