@@ -24,6 +24,7 @@ import resource
 import sys
 import threading
 import time
+import warnings
 from typing import Any
 
 from absl import app, flags, logging
@@ -185,6 +186,9 @@ def run(chosen: dict[str, Any]) -> int:
                 progress.write(prepare.one_line(record))
             prepare.finish(chosen, run_folder, ready, state, progress)
         except KeyboardInterrupt:
+            # What was cut off in the middle of a checkpoint says so when it is freed: noise beside the message below.
+            sys.unraisablehook = lambda _: None
+            warnings.simplefilter("ignore")
             progress.close()
             # Threads that write a checkpoint would fail aloud if the interpreter shut down under them.
             for thread in threading.enumerate():
