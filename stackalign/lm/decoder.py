@@ -74,8 +74,7 @@ def rope(config: DecoderConfig, positions: jax.Array, *, local: bool = False) ->
     angles = rope_frequencies(config, local=local)[:, None, None] * positions.astype(jnp.float32)
     _, scaling = _rope_constants(config, local)
     size = scaling.attention_factor if isinstance(scaling, DividedRope) else 1.0
-    # The barrier keeps XLA from computing them again in every layer, which took a tenth of a decoding step.
-    return jax.lax.optimization_barrier((jnp.cos(angles) * size, jnp.sin(angles) * size))
+    return jnp.cos(angles) * size, jnp.sin(angles) * size
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
@@ -123,20 +122,8 @@ def matmul(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def transposed_matmul(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """`[out, in]` transposed, times `[out, columns]`, in float32: `[in, columns]`.
-
-    XLA's CPU backend has no fast bfloat16 matmul that contracts the first axis of a weight; a transposed copy is cheap.
-    """
-
-    def copied(weight, x):
-        return jnp.matmul(jax.lax.optimization_barrier(weight.T), x, preferred_element_type=jnp.float32)
-
-    def direct(weight, x):
-        return jax.lax.dot_general(weight, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-    if weight.dtype != jnp.bfloat16:
-        return direct(weight, x)
-    return jax.lax.platform_dependent(weight, x, cpu=copied, default=direct)
+    """`[out, in]` transposed, times `[out, columns]`, in float32: `[in, columns]`."""
+    return jax.lax.dot_general(weight, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
