@@ -42,6 +42,7 @@ EXTRAS_REQUIRE = {
         "import-linter>=2.5,<3",
         "ipykernel>=6.29",
         "langdetect>=1.0.9",
+        "math-verify>=0.9",
         "nbclient>=0.10",
         "nbformat>=5.10",
         "peft>=0.21,<0.22",
