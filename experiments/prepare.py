@@ -37,7 +37,7 @@ def check_instruction_files(chosen: Mapping[str, Any]) -> None:
     """Reads the instruction files before anything is made or loaded, so that a broken line stops the run at once."""
     for name in ("instructions", "test_instructions"):
         if chosen[name]:
-            data.read_jsonl(chosen[name])
+            data.read(chosen[name])
 
 
 def checkable(instruction: Instruction) -> bool:
@@ -83,8 +83,8 @@ def instructions(chosen: Mapping[str, Any]) -> tuple[toy.Split, list[tuple[Instr
     if not chosen["instructions"]:
         everything = data.generate(seed, GENERATED + GENERATED_TEST)
         return toy.Split(*data.split(everything[:GENERATED], seed), everything[GENERATED:]), pairs
-    pool, validation = data.split(data.read_jsonl(chosen["instructions"]), seed)
-    test = data.read_jsonl(chosen["test_instructions"]) if chosen["test_instructions"] else ()
+    pool, validation = data.split(data.read(chosen["instructions"]), seed)
+    test = data.read(chosen["test_instructions"]) if chosen["test_instructions"] else ()
     return toy.Split(pool, validation, test), pairs
 
 

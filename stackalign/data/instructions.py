@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stackalign.data import verifiers
+from stackalign.data import readers, verifiers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,53 +33,33 @@ class Instruction:
     difficulty: int = 0
 
 
-def read_jsonl(path: str | os.PathLike) -> tuple[Instruction, ...]:
-    """Reads one instruction a line.
+def read(source: str | os.PathLike) -> tuple[Instruction, ...]:
+    """Reads instructions from a file or data set (`readers.read` says how one is named), one a row.
 
-    `id` and `prompt` are required; `answer`, `verifier`, `topic` and `difficulty` are optional (absent and null mean
-    the default); other fields are ignored, so that a data set's own columns may stay. A byte-order mark and blank
-    lines are tolerated.
+    `id` and `prompt` are required; `answer`, `verifier`, `topic` and `difficulty` are optional (absent, null and empty
+    mean the default); other fields are ignored, so that a data set's own columns may stay. Where a source holds text
+    only, as CSV does, a verifier is the text of its JSON object and a difficulty the text of a number.
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: naming file, line, field and remedy: no instructions at all, bytes that are not UTF-8, broken JSON,
-        a line that is not an object, a missing, empty or mistyped field, a repeated id, an unknown verifier kind or
-        bad verifier parameters.
+      ValueError: naming source, row, field and remedy: no instructions at all, a broken row, a missing, empty or
+        mistyped field, a repeated id, an unknown verifier kind or bad verifier parameters.
     """
-    path = pathlib.Path(path)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path}: no such instruction file; give the path of a JSONL file with one instruction a line"
-        )
-    instructions, line_of_id = [], {}
-    # Split on the newline byte alone: a prompt may hold U+2028 and other characters that `splitlines` would break at.
-    for number, raw in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        where = f"{path}, line {number}"
-        try:
-            line = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
+    instructions, row_of_id = [], {}
+    for number, (where, fields) in enumerate(readers.read(source), start=1):
+        instruction = _parse(fields, where)
+        if instruction.id in row_of_id:
             raise ValueError(
-                f"{where}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8"
-            ) from error
-        if not line.strip():
-            continue
-        instruction = _parse(line, where)
-        if instruction.id in line_of_id:
-            raise ValueError(
-                f"{where}: field 'id' repeats {instruction.id!r} of line {line_of_id[instruction.id]}; "
+                f"{where}: field 'id' repeats {instruction.id!r} of {row_of_id[instruction.id]}; "
                 "give every instruction its own id"
             )
-        line_of_id[instruction.id] = number
+        row_of_id[instruction.id] = where.removeprefix(f"{source}, ") or f"row {number}"
         instructions.append(instruction)
-    if not instructions:
-        raise ValueError(
-            f'{path}: no instructions in the file; write one JSON object a line, such as {{"id": "1", "prompt": "..."}}'
-        )
     return tuple(instructions)
 
 
 def write_jsonl(path: str | os.PathLike, instructions: Iterable[Instruction]) -> None:
-    """Writes one instruction a line, fields at their default left out; `read_jsonl` gives back equal records.
+    """Writes one instruction a line, fields at their default left out; `read` gives back equal records.
 
     Missing folders are made.
     """
@@ -136,17 +116,8 @@ def draw(pool: Sequence[Instruction], seed: int, count: int) -> tuple[Instructio
     return tuple(pool[i] for i in order.tolist())
 
 
-def _parse(line: str, where: str) -> Instruction:
-    try:
-        row = json.loads(line, parse_constant=_not_json)
-    except RecursionError as error:
-        raise ValueError(f"{where}: JSON nested too deeply; write one flat JSON object a line") from error
-    except ValueError as error:
-        raise ValueError(f"{where}: broken JSON ({error}); write one complete JSON object a line") from error
-    if not isinstance(row, dict):
-        raise ValueError(
-            f'{where}: a JSON object is wanted, got {type(row).__name__}; write {{"id": "...", "prompt": "..."}}'
-        )
+def _parse(fields: Mapping[str, Any], where: str) -> Instruction:
+    row = {name: None if value == "" and name not in ("id", "prompt") else value for name, value in fields.items()}
     for name in ("id", "prompt"):
         if row.get(name) is None:
             raise ValueError(f"{where}: field {name!r} is missing; add a non-empty string")
@@ -161,6 +132,8 @@ def _parse(line: str, where: str) -> Instruction:
                 f"{where}: field {name!r} holds half of a surrogate pair, which is not text; write the whole character"
             )
     difficulty = row.get("difficulty") if row.get("difficulty") is not None else 0
+    if isinstance(difficulty, str) and difficulty.isdecimal():
+        difficulty = int(difficulty)
     if isinstance(difficulty, bool) or not isinstance(difficulty, int) or difficulty < 0:
         raise ValueError(
             f"{where}: field 'difficulty' must be a whole number of at least 0, got {difficulty!r}; "
@@ -169,11 +142,8 @@ def _parse(line: str, where: str) -> Instruction:
     verifier = row.get("verifier")
     if verifier is not None:
         try:
+            verifier = json.loads(verifier) if isinstance(verifier, str) and verifier.startswith("{") else verifier
             verifiers.validate(verifier, row.get("answer"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: field 'verifier': {error}") from error
     return Instruction(row["id"], row["prompt"], row.get("answer"), verifier, row.get("topic") or "", difficulty)
-
-
-def _not_json(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")

@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from stackalign.data import Instruction, draw, read_jsonl, split, write_jsonl
+from stackalign.data import Instruction, draw, read, split, write_jsonl
 
 GOOD = {"id": "a", "prompt": "What is 2 + 2?", "verifier": {"kind": "integer", "value": 4}}
 
@@ -56,7 +56,7 @@ def write(path, *lines, encoding="utf-8"):
 def test_bad_lines_name_file_line_field_and_remedy(tmp_path, line, parts):
     path = write(tmp_path / "pool.jsonl", GOOD, "", line)
     with pytest.raises(ValueError) as error:
-        read_jsonl(path)
+        read(path)
     for part in [str(path), "line 3", *parts]:
         assert part in str(error.value)
 
@@ -67,19 +67,19 @@ def test_tolerates_byte_order_mark_blank_lines_line_ends_and_further_fields(tmp_
     )
     path = tmp_path / "pool.jsonl"
     path.write_bytes(b"\xef\xbb\xbf\r\n" + line.encode() + b"\r\n\r\n   \n")
-    assert read_jsonl(path) == (Instruction("a", "a\u2028b", None, {"kind": "integer", "value": 4}),)
+    assert read(path) == (Instruction("a", "a\u2028b", None, {"kind": "integer", "value": 4}),)
 
 
 def test_files_that_hold_no_instructions(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere.jsonl"):
-        read_jsonl(tmp_path / "nowhere.jsonl")
+        read(tmp_path / "nowhere.jsonl")
     for text in ("", "\n \n", "\ufeff"):
-        with pytest.raises(ValueError, match="no instructions"):
-            read_jsonl(write(tmp_path / "empty.jsonl", text))
+        with pytest.raises(ValueError, match="no rows"):
+            read(write(tmp_path / "empty.jsonl", text))
     with pytest.raises(ValueError, match="line 1.*UTF-8"):
-        read_jsonl(write(tmp_path / "latin.jsonl", '{"id": "é"}', encoding="latin-1"))
+        read(write(tmp_path / "latin.jsonl", '{"id": "é"}', encoding="latin-1"))
     with pytest.raises(ValueError, match="line 1.*UTF-8"):
-        read_jsonl(write(tmp_path / "utf16.jsonl", GOOD, encoding="utf-16"))
+        read(write(tmp_path / "utf16.jsonl", GOOD, encoding="utf-16"))
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(str.strip)
@@ -105,7 +105,7 @@ instructions = st.lists(
 def test_round_trip(tmp_path_factory, pool):
     path = tmp_path_factory.mktemp("pool") / "deep" / "pool.jsonl"
     write_jsonl(path, pool)
-    assert read_jsonl(path) == tuple(pool)
+    assert read(path) == tuple(pool)
 
 
 def pool_of(size):

@@ -5,7 +5,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from stackalign.data import Instruction, characters, contrast, generate, read_jsonl, verify, write_jsonl
+from stackalign.data import Instruction, characters, contrast, generate, read, verify, write_jsonl
 from stackalign.data.verifiable import DIFFICULTIES, TOPICS
 
 
@@ -41,7 +41,7 @@ def test_lists_are_the_same_on_every_machine():
 def test_generated_lists_survive_a_file(tmp_path):
     pool = generate(3, 150)
     write_jsonl(tmp_path / "pool.jsonl", pool)
-    assert read_jsonl(tmp_path / "pool.jsonl") == pool
+    assert read(tmp_path / "pool.jsonl") == pool
 
 
 def test_harder_arithmetic_has_longer_answers():
