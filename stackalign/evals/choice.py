@@ -14,17 +14,15 @@ option's text give None. The article "A" and the pronoun "I" are no letters. Thi
 LaTeX or Markdown dress are taken off, and what follows an invented next question is not read.
 """
 
-import csv
-import json
-import os
-import pathlib
 import random
 import re
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stackalign.evals import _answers
+import numpy as np
+
+from stackalign.evals import _answers, base
 from stackalign.evals.base import Item, Score
 
 REFUSAL = "Insufficient information to answer the question"
@@ -246,128 +244,153 @@ def question(
     return Item(id, ({"role": "user", "content": content},), letters[order.index(0)], kept)
 
 
-def read_truthfulqa(path: str | os.PathLike, *, seed: int = 0) -> tuple[Item, ...]:
-    """TruthfulQA MC1 from JSON lines with `question`, `mc1_choices` {letter: text} and `mc1_answer`.
+def truthfulqa(rows: base.Rows, seed: int = 0) -> tuple[Item, ...]:
+    """TruthfulQA MC1: `question`, and `mc1_choices` {letter: text} with `mc1_answer`, or the original's `mc1_targets`
+    {"choices": [...], "labels": [...]}.
 
     Raises:
-      ValueError: naming file, line and field.
+      ValueError: naming row and field.
     """
-    return tuple(
-        _lettered(where, row, row_id, "mc1_choices", "mc1_answer", seed, ("category", "type", "paper_split"))
-        for where, row_id, row in _rows(path)
-    )
+
+    def make(row: Mapping[str, Any], number: int) -> Item:
+        targets = row.get("mc1_targets")
+        if targets is not None:
+            options = dict(zip(string.ascii_uppercase, targets["choices"], strict=False))
+            right = [letter for letter, label in zip(options, targets["labels"], strict=True) if label == 1]
+            row = {**row, "mc1_choices": options, "mc1_answer": "".join(right)}
+        return _lettered(row, number, "mc1_choices", "mc1_answer", seed)
+
+    return base.build(rows, make)
 
 
-def read_culturalbench(path: str | os.PathLike, *, hard: bool = False, seed: int = 0) -> tuple[Item, ...]:
-    """CulturalBench from JSON lines with `question`, `choices` {letter: text}, `answer` and `country`.
-
-    `hard=False` gives the four-way form (Easy). `hard=True` gives the official Hard form: one item a statement, gold
-    a bool, to be answered on its own; `by_question` joins the scores of a question's statements. Options that are
-    null are left out.
+def culturalbench(rows: base.Rows, seed: int = 0) -> tuple[Item, ...]:
+    """CulturalBench Easy, four-way: `question`, `choices` {letter: text} and `answer`, or the original's
+    `prompt_question` and `prompt_option_a` to `_d`. Options that are null are left out.
 
     Raises:
-      ValueError: naming file, line and field.
+      ValueError: naming row and field.
     """
-    keep = ("country", "paper_split")
-    items: list[Item] = []
-    for where, row_id, row in _rows(path):
-        item = _lettered(where, row, row_id, "choices", "answer", seed, keep)
-        items.extend(_statements(item, _text(where, row, "question")) if hard else [item])
-    return tuple(items)
+    return base.build(rows, lambda row, number: _cultural(row, number, seed))
 
 
-def read_gpqa(path: str | os.PathLike, *, seed: int = 0) -> tuple[Item, ...]:
-    """GPQA from its CSV: `Question`, `Correct Answer`, `Incorrect Answer 1` to `3`.
+def culturalbench_hard(rows: base.Rows, seed: int = 0) -> tuple[Item, ...]:
+    """CulturalBench Hard: one item a statement, `gold` a bool, to be answered on its own; `by_question` joins them.
+
+    Rows are those of the Easy form, whose options become statements; or the original's Hard rows, each a statement:
+    `question_idx`, `prompt_question`, `prompt_option` and a bool `answer`.
 
     Raises:
-      ValueError: naming file, line and field.
+      ValueError: naming row and field.
     """
-    items = []
-    with pathlib.Path(path).open(encoding="utf-8-sig", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), start=1):
-            where = f"{path}, row {number}"
-            wrong = [_text(where, row, f"Incorrect Answer {i}") for i in (1, 2, 3)]
-            kept = {"category": row.get("Subdomain") or ""}
-            row_id = row.get("Record ID") or str(number - 1)
-            asked, right = _text(where, row, "Question"), _text(where, row, "Correct Answer")
-            items.append(question(row_id, asked, right, wrong, seed=seed, facts=kept))
-    return _unique(path, items)
+
+    def make(row: Mapping[str, Any], number: int) -> Iterable[Item]:
+        if row.get("prompt_option") is None:
+            item = _cultural(row, number, seed)
+            asked = base.text(row, "question", "prompt_question")
+            for letter, option in item.facts["choices"].items():
+                yield _statement(item.id, letter, asked, option, letter == item.gold, item.facts)
+            return
+        truth = {"true": True, "false": False, "1": True, "0": False}.get(str(row.get("answer")).lower())
+        if truth is None:
+            raise ValueError(f"field 'answer' must be true or false, got {row.get('answer')!r}")
+        name, part = base.row_id(row, number, "question_idx"), base.row_id(row, number, "data_idx", "id")
+        yield _statement(
+            name, part, base.text(row, "prompt_question"), base.text(row, "prompt_option"), truth, _kept(row)
+        )
+
+    return base.build(rows, make)
 
 
-def read_ideal(path: str | os.PathLike, *, refusal: str | None = REFUSAL, seed: int = 0) -> tuple[Item, ...]:
-    """LAB-Bench and BixBench from JSON lines with `id`, `question`, `ideal` and `distractors`.
+def gpqa(rows: base.Rows, seed: int = 0) -> tuple[Item, ...]:
+    """GPQA: `Question`, `Correct Answer`, `Incorrect Answer 1` to `3`; or `question`, `choices` and `answer`.
+
+    Raises:
+      ValueError: naming row and field.
+    """
+
+    def make(row: Mapping[str, Any], number: int) -> Item:
+        if row.get("Question") is None:
+            return _lettered(row, number, "choices", "answer", seed)
+        wrong = [base.text(row, f"Incorrect Answer {i}") for i in (1, 2, 3)]
+        facts = _kept(row) | {"category": row.get("Subdomain") or ""}
+        name, right = base.row_id(row, number, "Record ID"), base.text(row, "Correct Answer")
+        return question(name, base.text(row, "Question"), right, wrong, seed=seed, facts=facts)
+
+    return base.build(rows, make)
+
+
+def ideal(rows: base.Rows, seed: int = 0, *, refusal: str | None = REFUSAL) -> tuple[Item, ...]:
+    """LAB-Bench and BixBench: `question`, `ideal` and `distractors`.
 
     `refusal` adds an option that declines to answer; None leaves it out.
 
     Raises:
-      ValueError: naming file, line and field.
+      ValueError: naming row and field.
     """
-    items = []
-    for where, row_id, row in _rows(path, ("id", "question_id")):
+
+    def make(row: Mapping[str, Any], number: int) -> Item:
         wrong = row.get("distractors")
         if not isinstance(wrong, list) or not wrong:
-            raise ValueError(f"{where}: field 'distractors' must be a non-empty list, got {wrong!r}")
-        kept = {"category": row.get("subtask") or ""}
-        asked, right = _text(where, row, "question"), str(row.get("ideal") or "")
-        items.append(question(row_id, asked, right, [str(w) for w in wrong], seed=seed, refusal=refusal, facts=kept))
-    return _unique(path, items)
+            raise ValueError(f"field 'distractors' must be a non-empty list, got {wrong!r}")
+        facts = _kept(row) | {"category": row.get("subtask") or ""}
+        name, right = base.row_id(row, number, "id", "question_id"), str(row.get("ideal") or "")
+        asked = base.text(row, "question")
+        return question(name, asked, right, [str(w) for w in wrong], seed=seed, refusal=refusal, facts=facts)
+
+    return base.build(rows, make)
 
 
-def _lettered(where: str, row: Mapping, row_id: str, choices: str, answer: str, seed: int, keep: Iterable[str]) -> Item:
+def metrics(items: Sequence[Item], scores: Sequence[Score]) -> dict[str, base.Metric]:
+    """Accuracy; with a refusal option also the share refused, and precision: accuracy of what was not refused."""
+    found = base.mean_value(items, scores)
+    if all("refused" in one.detail for one in scores):
+        refused = np.array([one.detail["refused"] for one in scores], float)
+        if (kept := refused == 0).any():
+            found["precision"] = base.Metric(found["accuracy"].values[kept])
+        found["refused"] = base.Metric(refused)
+    return found
+
+
+def statement_metrics(items: Sequence[Item], scores: Sequence[Score]) -> dict[str, base.Metric]:
+    """Accuracy of whole questions (CulturalBench Hard's own), and of single statements, clustered by question."""
+    questions = by_question(items, scores)
+    clusters = tuple(item.facts["question_id"] for item in items)
+    return {
+        "question accuracy": base.Metric(np.array([one.value for one in questions.values()])),
+        "statement accuracy": base.Metric(np.array([one.value for one in scores]), clusters=clusters),
+    }
+
+
+def _kept(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("category", "country", "paper_split", "type") if row.get(name) is not None}
+
+
+def _cultural(row: Mapping[str, Any], number: int, seed: int) -> Item:
+    if row.get("prompt_question") is not None:
+        options = {letter: row.get(f"prompt_option_{letter.lower()}") for letter in "ABCD"}
+        row = {**row, "question": row["prompt_question"], "choices": options}
+    return _lettered(row, number, "choices", "answer", seed)
+
+
+def _lettered(row: Mapping[str, Any], number: int, choices: str, answer: str, seed: int) -> Item:
     options, gold = row.get(choices), row.get(answer)
     if not isinstance(options, Mapping):
-        raise ValueError(f"{where}: field {choices!r} must be an object from letter to text, got {options!r}")
+        raise ValueError(f"field {choices!r} must be an object from letter to text, got {options!r}")
     options = {letter: _answers.printable(text) for letter, text in options.items() if text is not None}
     if gold not in options:
-        raise ValueError(f"{where}: field {answer!r} must be a letter of {choices!r}, got {gold!r}")
+        raise ValueError(f"field {answer!r} must be a letter of {choices!r}, got {gold!r}")
     wrong = [text for letter, text in options.items() if letter != gold]
-    kept = {name: row[name] for name in keep if name in row}
-    return question(row_id, _text(where, row, "question"), options[gold], wrong, seed=seed, facts=kept)
+    name = base.row_id(row, number, "id", "question_idx", "data_idx")
+    return question(name, base.text(row, "question"), options[gold], wrong, seed=seed, facts=_kept(row))
 
 
-def _statements(item: Item, asked: str) -> Iterator[Item]:
-    for letter, option in item.facts["choices"].items():
-        content = (
-            f"Question: {asked}\nProposed answer: {option}\n\n"
-            "Is the proposed answer true or false for this question? Reply with one word, True or False."
-        )
-        facts = dict(item.facts) | {"question_id": item.id, "letter": letter}
-        yield Item(f"{item.id}/{letter}", ({"role": "user", "content": content},), letter == item.gold, facts)
-
-
-def _rows(path: str | os.PathLike, ids: Sequence[str] = ("id",)) -> list[tuple[str, str, dict]]:
-    rows, seen = [], {}
-    for number, raw in enumerate(pathlib.Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not raw.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(raw)
-        except ValueError as error:
-            raise ValueError(f"{where}: not JSON in UTF-8: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: must be an object, got {type(row).__name__}")
-        row_id = str(next((row[name] for name in ids if row.get(name) is not None), len(rows)))
-        if row_id in seen:
-            raise ValueError(f"{where}: id {row_id!r} repeats that of line {seen[row_id]}")
-        seen[row_id] = number
-        rows.append((where, row_id, row))
-    if not rows:
-        raise ValueError(f"{path}: no rows in the file")
-    return rows
-
-
-def _unique(path: str | os.PathLike, items: Sequence[Item]) -> tuple[Item, ...]:
-    if not items or len({item.id for item in items}) != len(items):
-        raise ValueError(f"{path}: needs rows, each with its own id")
-    return tuple(items)
-
-
-def _text(where: str, row: Mapping, name: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: field {name!r} must be a non-empty string, got {value!r}")
-    return value
+def _statement(question_id: str, part: str, asked: str, option: str, truth: bool, facts: Mapping[str, Any]) -> Item:
+    content = (
+        f"Question: {asked}\nProposed answer: {option}\n\n"
+        "Is the proposed answer true or false for this question? Reply with one word, True or False."
+    )
+    facts = dict(facts) | {"question_id": question_id}
+    return Item(f"{question_id}/{part}", ({"role": "user", "content": content},), truth, facts)
 
 
 def _undressed(text: str) -> str:

@@ -6,15 +6,12 @@ both, and each of these with every asterisk removed. So an instruction that is f
 blank text follows nothing. What each instruction means is said in `ifeval_checks`.
 """
 
-import json
-import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stackalign.evals import statistics
+from stackalign.evals import base, statistics
 from stackalign.evals.base import Item, Score
 from stackalign.evals.ifeval_checks import CHECKS
 
@@ -42,10 +39,10 @@ class Accuracies(NamedTuple):
     instructions: Mapping[str, Share]
 
 
-def read(path: str | os.PathLike) -> tuple[Item, ...]:
-    """Reads prompts from JSONL: `key`, `prompt`, `instruction_id_list` [I] and `kwargs` [I] of objects, in each line.
+def items(rows: base.Rows, seed: int = 0) -> tuple[Item, ...]:
+    """Items of rows with `key`, `prompt`, `instruction_id_list` [I] and `kwargs` [I] of objects.
 
-    A kwarg that is null counts as absent. Blank lines are skipped.
+    A kwarg that is null counts as absent; the seed decides nothing.
 
     Returns:
       Items with the key as `id`, the prompt as the user's turn, `gold` a tuple of `{"id", "kwargs"}` for each
@@ -53,21 +50,10 @@ def read(path: str | os.PathLike) -> tuple[Item, ...]:
 
     Raises:
       ValueError: an unknown instruction id, a kwarg that is missing, unexpected or of no use, or anything else that is
-        not as above; names file and line.
+        not as above; names the row.
     """
-    path = pathlib.Path(path)
-    items: dict[str, Item] = {}
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                item = _item(json.loads(line))
-                _require(item.id not in items, f"key {item.id} occurs twice")
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from error
-            items[item.id] = item
-    return tuple(items.values())
+    del seed
+    return base.build(rows, _item)
 
 
 def score(item: Item, response: str) -> Score:
@@ -116,6 +102,18 @@ def aggregate(scores: Sequence[Score]) -> Accuracies:
     return Accuracies(means["strict"], means["loose"], shares([_category(name) for name in ids]), shares(ids))
 
 
+def metrics(items: Sequence[Item], scores: Sequence[Score]) -> dict[str, base.Metric]:
+    """Prompt-level and instruction-level accuracy, strict and loose; instructions of a prompt are a cluster."""
+    counts = [len(result.detail["instructions"]) for result in scores]
+    prompts = tuple(item.id for item, count in zip(items, counts, strict=True) for _ in range(count))
+    found = {}
+    for way in ("strict", "loose"):
+        verdicts = [result.detail[way] for result in scores]
+        found[f"prompt {way}"] = base.Metric(np.array([float(all(verdict)) for verdict in verdicts]))
+        found[f"instruction {way}"] = base.Metric(np.concatenate(verdicts).astype(float), clusters=prompts)
+    return found
+
+
 def _variants(response: str) -> list[str]:
     """The response and what else may follow an instruction loosely, each once; the response is the first."""
     lines = response.split("\n")
@@ -131,8 +129,8 @@ def _category(instruction_id: str) -> str:
     return instruction_id.partition(":")[0]
 
 
-def _item(row: Any) -> Item:
-    _require(isinstance(row, dict), "a line must be an object")
+def _item(row: Mapping[str, Any], number: int) -> Item:
+    del number
     for field in ("key", "prompt", "instruction_id_list", "kwargs"):
         _require(field in row, f"{field} is missing")
     key, prompt, ids, kwargs = row["key"], row["prompt"], row["instruction_id_list"], row["kwargs"]

@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from stackalign.evals import _answers
+from stackalign.evals import _answers, base
 from stackalign.evals.base import Item, Score
 
 MAX_ANSWER = 500  # characters of an extracted answer
@@ -249,26 +249,38 @@ def gold_of(solution: str) -> str:
     return ",".join(boxes)
 
 
-def read_gsm8k(path: str | os.PathLike) -> tuple[Item, ...]:
-    """GSM8K from JSON lines with `question` and `answer`, whose last line is `#### n`; `gold` is that number.
+def items(rows: base.Rows, seed: int = 0) -> tuple[Item, ...]:
+    r"""Items of MATH, AIME or GSM8K; the seed decides nothing.
+
+    The question is `problem` or `question`. The gold is `gold`, else `answer` (what follows its last `####`, if it has
+    one), else what `solution` ends with (`gold_of`); `answer_alt` is a further right answer. `facts` keep `category`
+    (of `type` or `subject`), `level`, `year` and `paper_split` where they are given.
 
     Raises:
-      ValueError: naming file and line.
+      ValueError: naming row and field.
     """
-    items = []
-    for number, raw in enumerate(pathlib.Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not raw.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(raw)
-            asked, gold = row["question"], gold_of(row["answer"]).replace(",", "")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{where}: needs 'question' and 'answer' ending in '#### n': {error}") from error
-        items.append(problem(str(row.get("id", len(items))), asked, gold))
-    if len({item.id for item in items}) != len(items) or not items:
-        raise ValueError(f"{path}: needs rows, each with its own id")
-    return tuple(items)
+    del seed
+    return base.build(rows, _item)
+
+
+def _item(row: Mapping[str, Any], number: int) -> Item:
+    gold = next((row[name] for name in ("gold", "answer") if row.get(name) not in (None, "")), None)
+    if gold is None:
+        gold = gold_of(base.text(row, "solution"))
+    elif isinstance(gold, str) and "####" in gold:
+        gold = gold_of(gold)
+    if isinstance(gold, bool) or not isinstance(gold, str | int) or not str(gold).strip():
+        raise ValueError(f"field 'gold' or 'answer' must be a text or a whole number, got {gold!r}")
+    asked = base.text(row, "problem", "question")
+    facts = {name: row[name] for name in ("level", "year", "paper_split") if row.get(name) is not None}
+    if category := row.get("type") or row.get("subject"):
+        facts["category"] = category
+    if row.get("answer_alt"):
+        facts["alternatives"] = [str(row["answer_alt"])]
+    gold = str(gold).strip()
+    # A grouped number, as GSM8K's "1,000"; a pair such as "1,2" is none.
+    gold = gold.replace(",", "") if re.fullmatch(r"-?[0-9]{1,3}(,[0-9]{3})+", gold) else gold
+    return problem(base.row_id(row, number, "id", "unique_id", "ID"), asked, gold, facts=facts)
 
 
 def problem(id: str, text: str, gold: str | int, *, facts: Mapping[str, Any] | None = None) -> Item:

@@ -5,8 +5,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from stackalign.data import readers
 from stackalign.evals import choice
-from stackalign.evals.base import Item
+from stackalign.evals.base import Item, Score
 
 CUSTOMS = {"A": "Cycling everywhere", "B": "Using deodorant", "C": "Tipping generously", "D": "Talking loudly"}
 NINE = {letter: f"option {letter}" for letter in "ABCDEFGHI"}
@@ -242,9 +243,9 @@ def test_golds_in_ordinary_styles(shared, benchmark):
     if shared is None:
         pytest.skip("no folder of reference files")
     if benchmark == "truthfulqa":
-        items = choice.read_truthfulqa(shared / "data" / "truthfulqa.jsonl", seed=3)
+        items = choice.truthfulqa(readers.read(shared / "data" / "truthfulqa.jsonl"), seed=3)
     else:
-        items = choice.read_culturalbench(shared / "data" / "culturalbench_mcq.jsonl", seed=3)
+        items = choice.culturalbench(readers.read(shared / "data" / "culturalbench_mcq.jsonl"), seed=3)
     assert len(items) == {"truthfulqa": 817, "culturalbench": 1226}[benchmark]
     for item in items:
         texts = list(item.facts["choices"].values())
@@ -288,9 +289,10 @@ def test_hard_form_needs_every_statement(tmp_path):
     row = {"id": 7, "question": "Which?", "choices": {"A": "one", "B": "two", "C": "three", "D": None}, "answer": "B"}
     path = tmp_path / "cultural.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    items = choice.read_culturalbench(path, hard=True)
+    items = choice.culturalbench_hard(readers.read(path))
     assert [item.gold for item in items].count(True) == 1 and len(items) == 3
-    assert all(item.facts["choices"][item.facts["letter"]] in item.messages[0]["content"] for item in items)
+    asked = [item.messages[0]["content"].split("Proposed answer: ")[1].split("\n")[0] for item in items]
+    assert sorted(asked) == ["one", "three", "two"] and asked[[item.gold for item in items].index(True)] == "two"
     right = [choice.score_statement(item, str(item.gold)) for item in items]
     assert choice.by_question(items, right) == {"7": (1.0, True, {"statements": [1.0, 1.0, 1.0]})}
     one_wrong = [choice.score_statement(items[0], str(not items[0].gold)), *right[1:]]
@@ -302,7 +304,7 @@ def test_hard_form_needs_every_statement(tmp_path):
 def test_hard_form_of_the_reference_file(shared):
     if shared is None:
         pytest.skip("no folder of reference files")
-    items = choice.read_culturalbench(shared / "data" / "culturalbench_mcq.jsonl", hard=True)
+    items = choice.culturalbench_hard(readers.read(shared / "data" / "culturalbench_mcq.jsonl"))
     assert len(items) == 4 * 1226 - 1  # one option is null
     scores = [choice.score_statement(item, str(item.gold)) for item in items]
     questions = choice.by_question(items, scores)
@@ -320,21 +322,21 @@ def test_other_readers(tmp_path):
         "Record ID,Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3,Subdomain\n"
         'r1,"How, then?",yes,no,perhaps,never,Logic\n'
     )
-    (item,) = choice.read_gpqa(gpqa)
+    (item,) = choice.gpqa(readers.read(gpqa))
     assert item.id == "r1" and item.facts["choices"][item.gold] == "yes" and item.facts["category"] == "Logic"
     lab = tmp_path / "lab.jsonl"
     lab.write_text(json.dumps({"id": "x", "question": "Which?", "ideal": "a gene", "distractors": ["b", "c"]}) + "\n")
-    (item,) = choice.read_ideal(lab)
+    (item,) = choice.ideal(readers.read(lab))
     assert len(item.facts["choices"]) == 4 and item.facts["choices"][item.facts["refusal"]] == choice.REFUSAL
-    (item,) = choice.read_ideal(lab, refusal=None)
+    (item,) = choice.ideal(readers.read(lab), refusal=None)
     assert len(item.facts["choices"]) == 3 and "refusal" not in item.facts
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1: not JSON"),
-        ("[]", "must be an object"),
+        ("{", "line 1: broken JSON"),
+        ("[]", "JSON object"),
         ('{"question": "q", "choices": {"A": "x", "B": "y"}, "answer": "C"}', "'answer' must be a letter"),
         ('{"question": "q", "choices": ["x"], "answer": "A"}', "'choices' must be an object"),
         ('{"question": "", "choices": {"A": "x", "B": "y"}, "answer": "A"}', "'question' must be a non-empty"),
@@ -346,7 +348,45 @@ def test_bad_files_are_named(tmp_path, line, message):
     path = tmp_path / "bad.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(ValueError, match=message):
-        choice.read_culturalbench(path)
+        choice.culturalbench(readers.read(path))
+
+
+def test_the_originals_own_fields():
+    easy = {"question_idx": 4, "prompt_question": "Which?", "answer": "b", "country": "Chile"}
+    options = {f"prompt_option_{letter}": f"option {letter}" for letter in "abcd"}
+    (item,) = choice.culturalbench([("x", {**easy, **options, "answer": "B"})])
+    assert item.id == "4" and item.facts["choices"][item.gold] == "option b" and item.facts["country"] == "Chile"
+    rows = [("x", {**easy, "data_idx": i, "prompt_option": f"option {i}", "answer": i == 2}) for i in range(4)]
+    items = choice.culturalbench_hard(rows)
+    assert [item.gold for item in items] == [False, False, True, False]
+    assert {item.facts["question_id"] for item in items} == {"4"} and len({item.id for item in items}) == 4
+    with pytest.raises(ValueError, match="x: field 'answer' must be true or false"):
+        choice.culturalbench_hard([("x", {**easy, "prompt_option": "o", "answer": "B"})])
+    targets = {"choices": ["no", "yes", "maybe"], "labels": [0, 1, 0]}
+    (item,) = choice.truthfulqa([("x", {"question": "Is it?", "mc1_targets": targets})])
+    assert item.facts["choices"][item.gold] == "yes" and len(item.facts["choices"]) == 3
+
+
+def test_metrics():
+    items = [choice.question(f"q{i}", "Which?", "right", ["wrong"], refusal=choice.REFUSAL) for i in range(4)]
+    wrong = next(letter for letter, text in items[0].facts["choices"].items() if text == "wrong")
+    answers = [items[0].gold, items[1].facts["refusal"], items[2].gold, ""]
+    scores = [choice.score(item, answer) for item, answer in zip(items, answers, strict=True)]
+    found = choice.metrics(items, scores)
+    assert list(found) == ["accuracy", "precision", "refused"]
+    assert {name: metric.values.tolist() for name, metric in found.items()} == {
+        "accuracy": [1, 0, 1, 0], "precision": [1, 1, 0], "refused": [0, 1, 0, 0]
+    }  # fmt: skip
+    assert list(choice.metrics(items[:1], [Score(0.0, True, {"answer": wrong})])) == ["accuracy"]
+    rows = [("x", {"id": i, "question": "Q?", "choices": {"A": "a", "B": "b"}, "answer": "A"}) for i in range(2)]
+    statements = choice.culturalbench_hard(rows)
+    given = ["True" if item.gold else "False" for item in statements]
+    given[3] = "True" if given[3] == "False" else "False"
+    scores = [choice.score_statement(item, text) for item, text in zip(statements, given, strict=True)]
+    found = choice.statement_metrics(statements, scores)
+    assert found["question accuracy"].values.tolist() == [1, 0]
+    assert found["statement accuracy"].values.tolist() == [1, 1, 1, 0]
+    assert found["statement accuracy"].clusters == ("0", "0", "1", "1")
 
 
 @pytest.mark.parametrize("length", [100_000, 1_000_000])

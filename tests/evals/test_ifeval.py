@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stackalign.data import readers
 from stackalign.evals import ifeval, ifeval_checks
 from stackalign.evals.base import Item, Score
 
@@ -57,19 +58,14 @@ def _row(**changes):
     return {name: value for name, value in (row | changes).items() if value is not ...}
 
 
-def _write(path, *rows):
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
-    return path
-
-
 def _follows(instruction_id, text, **changes):
     result = ifeval.score(_item((instruction_id, EXAMPLES[instruction_id] | changes)), text)
     return result.detail["strict"] == [True]
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: str(vector["id"]))
-def test_official_verdicts(vector, tmp_path):
-    (item,) = ifeval.read(_write(tmp_path / "prompts.jsonl", vector | {"key": vector["id"]}))
+def test_official_verdicts(vector):
+    (item,) = ifeval.items([("here", vector | {"key": vector["id"]})])
     result = ifeval.score(item, vector["response"])
     assert result.detail["strict"] == vector["strict"]
     assert result.detail["loose"] == vector["loose"]
@@ -294,7 +290,7 @@ def test_language_is_the_same_every_time(monkeypatch):
 def test_read_the_benchmark(shared):
     if shared is None:
         pytest.skip("the folder of reference files is not there")
-    items = ifeval.read(shared / "data" / "ifeval.jsonl")
+    items = ifeval.items(readers.read(shared / "data" / "ifeval.jsonl"))
     assert len(items) == 541
     instructions = [instruction for item in items for instruction in item.gold]
     assert len(instructions) == 834
@@ -310,14 +306,12 @@ def test_read_the_benchmark(shared):
     assert blank.loose.instruction == 0.0
 
 
-def test_read(tmp_path):
+def test_items():
     row = _row(
         instruction_id_list=["punctuation:no_comma", "length_constraints:number_words"],
         kwargs=[{"num_words": None}, {"num_words": 3, "relation": "at least", "letter": None}],
     )
-    path = _write(tmp_path / "prompts.jsonl", row)
-    path.write_text(path.read_text() + "\n\n")
-    (item,) = ifeval.read(path)
+    (item,) = ifeval.items([("here", row)])
     assert item == Item(
         "7",
         ({"role": "user", "content": "Write."},),
@@ -344,14 +338,13 @@ def test_read(tmp_path):
         ({"instruction_id_list": [], "kwargs": []}, "0 instructions"),
         ({"key": ...}, "key is missing"),
         ({"prompt": " "}, "prompt must be"),
-        ({"key": 6}, "key 6 occurs twice"),
+        ({"key": 6}, "id '6' occurs twice"),
     ],
 )
-def test_read_names_file_and_line_of_an_error(tmp_path, changes, message):
-    path = _write(tmp_path / "prompts.jsonl", _row(key=6), _row(**changes))
+def test_items_name_the_row_of_an_error(changes, message):
     with pytest.raises(ValueError, match=message) as raised:
-        ifeval.read(path)
-    assert str(raised.value).startswith(f"{path}:2: ")
+        ifeval.items([("line 1", _row(key=6)), ("line 2", _row(**changes))])
+    assert str(raised.value).startswith("line 2: ")
 
 
 @pytest.mark.parametrize(
@@ -367,17 +360,21 @@ def test_read_names_file_and_line_of_an_error(tmp_path, changes, message):
         ("startend:end_checker", {"end_phrase": " "}),
     ],
 )
-def test_read_refuses_useless_kwargs(tmp_path, instruction_id, changes):
+def test_items_refuse_useless_kwargs(instruction_id, changes):
     row = _row(instruction_id_list=[instruction_id], kwargs=[EXAMPLES[instruction_id] | changes])
-    with pytest.raises(ValueError, match=rf"prompts.jsonl:1: {instruction_id}: {next(iter(changes))} must be"):
-        ifeval.read(_write(tmp_path / "prompts.jsonl", row))
+    with pytest.raises(ValueError, match=rf"here: {instruction_id}: {next(iter(changes))} must be"):
+        ifeval.items([("here", row)])
 
 
-def test_read_names_the_line_of_broken_json(tmp_path):
-    path = _write(tmp_path / "prompts.jsonl", _row())
-    path.write_text(path.read_text() + "{")
-    with pytest.raises(ValueError, match=r"prompts.jsonl:2: "):
-        ifeval.read(path)
+def test_metrics_are_those_of_aggregate():
+    items = [_item((name, EXAMPLES[name])) for name in ("punctuation:no_comma", "change_case:english_lowercase")]
+    items = [item._replace(id=str(i)) for i, item in enumerate(items + [_item(*EXAMPLES.items())])]
+    scores = [ifeval.score(item, "*a calm reply*") for item in items]
+    found, means = ifeval.metrics(items, scores), ifeval.aggregate(scores)
+    for way, mean in (("strict", means.strict), ("loose", means.loose)):
+        assert found[f"prompt {way}"].values.mean() == mean.prompt
+        assert found[f"instruction {way}"].values.mean() == mean.instruction
+    assert list(found)[0] == "prompt strict" and len(found["instruction loose"].clusters) == 2 + len(EXAMPLES)
 
 
 def test_aggregate():

@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from stackalign.data import readers
 from stackalign.evals import mathematics
 from stackalign.evals.base import Item
 
@@ -267,7 +268,7 @@ def test_gsm8k_golds_score_against_themselves(shared):
     if shared is None:
         pytest.skip("no folder of reference files")
     path = shared / "data" / "gsm8k_test.jsonl"
-    rows, items = read_jsonl(path), mathematics.read_gsm8k(path)
+    rows, items = read_jsonl(path), mathematics.items(readers.read(path))
     assert len(items) == 1319 and [one.gold for one in items] == [row["gold"] for row in rows]
     for row, one in zip(rows, items, strict=True):
         assert one.messages[0]["content"].startswith(row["question"].strip())
@@ -364,12 +365,31 @@ def test_gold_of():
         mathematics.gold_of("nothing")
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"question": "q"}', '{"question": "q", "answer": "none"}', ""])
+def test_fields_of_the_data_sets():
+    rows = [
+        {"question": "How many?", "answer": "2 * 500 = 1,000\n#### 1,000"},
+        {"problem": "Find x.", "solution": r"So $x = \boxed{\frac12}$.", "type": "Algebra", "level": "Level 1"},
+        {"problem": "Find y.", "solution": "long", "answer": "(1,2)", "unique_id": "test/7", "subject": "Geometry"},
+        {"id": "60", "problem": "Find z.", "answer": 204, "year": 2024},
+        {"question": "Who?", "gold": "Joe", "answer": "#### 3", "answer_alt": "Joseph", "paper_split": "dev"},
+    ]
+    found = mathematics.items([(f"row {i}", row) for i, row in enumerate(rows)])
+    assert [one.gold for one in found] == ["1000", r"\frac12", "(1,2)", "204", "Joe"]
+    assert [one.id for one in found] == ["0", "1", "test/7", "60", "4"]
+    assert [one.facts.get("category") for one in found] == [None, "Algebra", "Geometry", None, None]
+    assert found[4].facts == {"paper_split": "dev", "alternatives": ["Joseph"]}
+    assert mathematics.score(found[4], "The answer is Joseph.").value == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"question": "q"}', '{"question": "q", "answer": true}', '{"question": "q", "solution": "none"}', ""],
+)
 def test_bad_files_are_named(tmp_path, line):
     path = tmp_path / "bad.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(ValueError, match="bad.jsonl"):
-        mathematics.read_gsm8k(path)
+        mathematics.items(readers.read(path))
 
 
 @hypothesis.settings(deadline=None, max_examples=150)
