@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible chat-completions endpoint, with a cache on disk."""
+"""Chat models behind an OpenAI-compatible endpoint, judges above all, with a cache on disk."""
 
 import concurrent.futures
 import dataclasses
@@ -10,8 +10,8 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class EndpointConfig:
       max_retries: further tries after 429, 5xx, time-outs, broken connections and broken replies.
       backoff: seconds before the first of those tries, doubled each time, unless the server says Retry-After.
       concurrency: requests in flight at once.
+      flag: what messages call the address.
     """
 
     base_url: str
@@ -60,11 +61,19 @@ class EndpointConfig:
     max_retries: int = 5
     backoff: float = 1.0
     concurrency: int = 8
+    flag: str = "--judge_endpoint"
 
     @property
     def url(self) -> str:
         """The address that requests go to."""
         return self.base_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+
+
+class Reply(NamedTuple):
+    """A reply's text, and why it ended: "stop", "length" or whatever else the server says."""
+
+    content: str
+    finish_reason: str | None
 
 
 def score(
@@ -75,21 +84,46 @@ def score(
     client: httpx.Client | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> np.ndarray:
-    """Scores every `(instruction, response)`; the same texts are asked once, now and in later calls.
+    """Scores every `(instruction, response)`, asked with the paper's prompt; see `complete`.
+
+    Args:
+      items: `[N]` pairs of instruction text and response text.
+
+    Returns:
+      `[N]` float64 scores in [1, 10] in the order of `items`, NaN for failures: no reply, or no score in it.
+    """
+    chats = [({"role": "user", "content": judge_prompt(*item)},) for item in items]
+    replies = complete(config, cache_dir, chats, enough=_has_score, client=client, progress=progress)
+    scores = [None if reply is None else parse_score(reply.content).score for reply in replies]
+    return np.array([np.nan if value is None else value for value in scores], np.float64)
+
+
+def _has_score(content: str) -> bool:
+    return parse_score(content).score is not None
+
+
+def complete(
+    config: EndpointConfig,
+    cache_dir: str | os.PathLike,
+    chats: Sequence[Sequence[Mapping[str, str]]],
+    *,
+    enough: Callable[[str], bool] = bool,
+    client: httpx.Client | None = None,
+    progress: Callable[[int, int], Any] | None = None,
+) -> list[Reply | None]:
+    """Replies to chats; equal chats are asked once, now and in later calls.
 
     A reply is kept in `cache_dir` as one file named by the SHA-256 of its request, so that a stopped run goes on where
-    it was. An item fails (NaN) when its reply holds no score, when the server refuses this one request (400, 413, 422)
-    or when it still gave no reply after all retries. A reasoning field is never read.
+    it was. There is no reply (None) when the server refuses this one request (400, 413, 422) or when it still gave none
+    after all retries. A reasoning field is never read.
 
     Args:
       config: the endpoint.
       cache_dir: folder of the cache; made if missing.
-      items: `[N]` pairs of instruction text and response text.
+      chats: `[N]` lists of messages, `{"role", "content"}` each.
+      enough: whether a reply that was cut by its budget of tokens will do; else it is asked again with a larger one.
       client: an httpx client to use (and leave open); by default one is made and closed.
       progress: called from this thread with (requests done, requests in all) as replies come in.
-
-    Returns:
-      `[N]` float64 scores in [1, 10] in the order of `items`, NaN for failures.
 
     Raises:
       EndpointError: the address cannot be reached, the key (401, 403) or the address or model (404) is wrong, or not a
@@ -97,21 +131,23 @@ def score(
     """
     cache = pathlib.Path(cache_dir)
     cache.mkdir(parents=True, exist_ok=True)
-    requests = [_request(config, instruction, response) for instruction, response in items]
+    requests = [_request(config, chat) for chat in chats]
     paths = [_cache_path(cache, config, request) for request in requests]
     pending = dict(zip(paths, requests, strict=True))
     own_client = client is None
     client = client if client is not None else httpx.Client(timeout=config.timeout)
-    replies: dict[pathlib.Path, str | None] = {}
+    replies: dict[pathlib.Path, Reply | None] = {}
     errors: list[str] = []
     executor = concurrent.futures.ThreadPoolExecutor(max(1, config.concurrency))
     try:
-        futures = {executor.submit(_reply, config, client, path, request): path for path, request in pending.items()}
+        futures = {
+            executor.submit(_reply, config, client, path, request, enough): path for path, request in pending.items()
+        }
         for future in concurrent.futures.as_completed(futures):
             replies[futures[future]], error = future.result()
             if error is not None:
                 errors.append(error)
-                _LOG.warning("judge endpoint: %s", error)
+                _LOG.warning("endpoint: %s", error)
             if progress is not None:
                 progress(len(replies), len(pending))
     finally:
@@ -120,19 +156,18 @@ def score(
             client.close()
     if errors and len(errors) == len(pending):
         raise EndpointError(f"none of {len(pending)} requests to {config.url} got a reply; the last: {errors[-1]}")
-    scores = [parse_score(replies[path] or "").score for path in paths]
-    return np.array([np.nan if value is None else value for value in scores], np.float64)
+    return [replies[path] for path in paths]
 
 
 class _RequestFailed(Exception):
     """This one request got no reply."""
 
 
-def _request(config: EndpointConfig, instruction: str, response: str) -> dict[str, Any]:
-    content = judge_prompt(instruction, response).encode("utf-8", "replace").decode("utf-8")  # no lone surrogates
+def _request(config: EndpointConfig, chat: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     return {
         "model": config.model,
-        "messages": [{"role": "user", "content": content}],
+        # No lone surrogates.
+        "messages": [{**one, "content": one["content"].encode("utf-8", "replace").decode("utf-8")} for one in chat],
         "temperature": config.temperature,
         "max_tokens": config.max_tokens,
     }
@@ -144,21 +179,25 @@ def _cache_path(cache: pathlib.Path, config: EndpointConfig, request: dict[str, 
 
 
 def _reply(
-    config: EndpointConfig, client: httpx.Client, path: pathlib.Path, request: dict[str, Any]
-) -> tuple[str | None, str | None]:
-    """`(content, None)` from the cache or the endpoint, or `(None, error)`."""
+    config: EndpointConfig,
+    client: httpx.Client,
+    path: pathlib.Path,
+    request: dict[str, Any],
+    enough: Callable[[str], bool],
+) -> tuple[Reply | None, str | None]:
+    """`(reply, None)` from the cache or the endpoint, or `(None, error)`."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))["content"]
-        if isinstance(content, str):
-            return content, None
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(kept["content"], str):
+            return Reply(kept["content"], kept.get("finish_reason")), None
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, TypeError):
-        _LOG.warning("judge endpoint: asking again, as the cache file %s is broken", path)
+        _LOG.warning("endpoint: asking again, as the cache file %s is broken", path)
     try:
         while True:
-            content, finish_reason = _ask(config, client, request)
-            if finish_reason != "length" or parse_score(content).score is not None:
+            reply = _ask(config, client, request)
+            if reply.finish_reason != "length" or enough(reply.content):
                 break
             if request["max_tokens"] >= config.max_tokens_limit:
                 break
@@ -166,13 +205,13 @@ def _reply(
             request = {**request, "max_tokens": budget}
     except _RequestFailed as error:
         return None, str(error)
-    if content.strip():  # an empty reply may be a passing fault: ask again in the next call
-        _write(path, {"content": content, "finish_reason": finish_reason, "request": request})
-    return content, None
+    if reply.content.strip():  # an empty reply may be a passing fault: ask again in the next call
+        _write(path, {**reply._asdict(), "request": request})
+    return reply, None
 
 
-def _ask(config: EndpointConfig, client: httpx.Client, request: dict[str, Any]) -> tuple[str, str | None]:
-    """`(content, finish_reason)` of one completion, with retries."""
+def _ask(config: EndpointConfig, client: httpx.Client, request: dict[str, Any]) -> Reply:
+    """One completion, with retries."""
     key = os.environ.get(config.api_key_env)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     tries = 0
@@ -187,12 +226,12 @@ def _ask(config: EndpointConfig, client: httpx.Client, request: dict[str, Any]) 
             wait = _retry_after(response)
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise EndpointError(
-                f"--judge_endpoint={config.base_url} is not a usable http(s) address: {error}"
+                f"{config.flag}={config.base_url} is not a usable http(s) address: {error}"
             ) from error
         except httpx.ConnectError as error:
             if tries >= min(2, config.max_retries):
                 raise EndpointError(
-                    f"cannot reach {config.url} ({error}); check --judge_endpoint and that the server runs"
+                    f"cannot reach {config.url} ({error}); check {config.flag} and that the server runs"
                 ) from error
             problem = f"cannot connect: {error}"
         except (httpx.TransportError, ValueError, LookupError, TypeError) as error:
@@ -203,7 +242,7 @@ def _ask(config: EndpointConfig, client: httpx.Client, request: dict[str, Any]) 
         tries += 1
 
 
-def _content(response: httpx.Response) -> tuple[str, str | None]:
+def _content(response: httpx.Response) -> Reply:
     choice = response.json()["choices"][0]
     content = choice["message"].get("content")
     if content is None:
@@ -212,7 +251,7 @@ def _content(response: httpx.Response) -> tuple[str, str | None]:
         content = "".join(part.get("text") or "" for part in content if part.get("type") == "text")
     if not isinstance(content, str):
         raise TypeError(f"message content is {type(content).__name__}, not text")
-    return content, choice.get("finish_reason")
+    return Reply(content, choice.get("finish_reason"))
 
 
 def _raise_if_final(config: EndpointConfig, response: httpx.Response) -> None:
@@ -220,12 +259,12 @@ def _raise_if_final(config: EndpointConfig, response: httpx.Response) -> None:
     if status in (401, 403):
         raise EndpointError(
             f"{config.url} refused the key (status {status}); set the environment variable {config.api_key_env} to a "
-            f"valid key for --judge_endpoint: {body}"
+            f"valid key for {config.flag}: {body}"
         )
     if status == 404:
         raise EndpointError(
             f"{config.url} has no chat completions or no model {config.model!r} (status 404); check that "
-            f"--judge_endpoint ends in the API version, such as /v1, and the model's name: {body}"
+            f"{config.flag} ends in the API version, such as /v1, and the model's name: {body}"
         )
     if 300 <= status < 500 and status not in (408, 409, 425, 429):
         raise _RequestFailed(f"status {status}: {body}")
