@@ -3,7 +3,7 @@
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -110,23 +110,36 @@ def make_judge(chosen: Mapping[str, Any], progress: lm_pool.Progress = lm_pool.s
 def load_pool(
     chosen: Mapping[str, Any], progress: lm_pool.Progress, *, on_device: bool = True
 ) -> tuple[lm_pool.Pool, lm_pool.Stacks]:
+    """The pool of the settings, see `load`."""
+    specs, shape = settings_lib.agents(chosen), settings_lib.lora_config(chosen)
+    return load(specs, shape, dtype=chosen["dtype"], seed=chosen["seed"], progress=progress, on_device=on_device)
+
+
+def load(
+    specs: Sequence[settings_lib.AgentSpec],
+    shape: lora.LoraConfig | None,
+    *,
+    dtype: str,
+    seed: int,
+    progress: lm_pool.Progress,
+    on_device: bool = True,
+) -> tuple[lm_pool.Pool, lm_pool.Stacks]:
     """Loads every base once, onto the first device or into host memory only, and gives each agent what it trains.
 
     Bases whose parameters are trained stay in host memory: their masters are what computes.
     """
-    specs, shape = settings_lib.agents(chosen), settings_lib.lora_config(chosen)
     names = list(dict.fromkeys(spec.base for spec in specs))
     paths = {name: fetch.resolve(name) for name in names}
     bases = {}
     for number, name in enumerate(names):
         progress("loading", number, len(names), "models")
-        config, params = lm.weights.load(paths[name], dtype=jnp.dtype(chosen["dtype"]))
+        config, params = lm.weights.load(paths[name], dtype=jnp.dtype(dtype))
         params = jax.tree.map(jnp.asarray, params) if on_device and shape is not None else params
         bases[name] = lm_pool.Base(config, params, lm.tokenizer.load(paths[name], rows=config.vocab_size))
         progress("loading", number + 1, len(names), "models")
     agents = tuple(lm_pool.Agent(spec.name, spec.base, spec.system_prompt) for spec in specs)
     pool = lm_pool.Pool(bases, agents, shape)
-    stacks = dict(lm_pool.init_adapters(jax.random.key(chosen["seed"] + 1), pool))
+    stacks = dict(lm_pool.init_adapters(jax.random.key(seed + 1), pool))
     for index, spec in enumerate(specs):
         if spec.adapter:
             adapter = peft.load(spec.adapter, bases[spec.base].config, shape)

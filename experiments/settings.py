@@ -263,7 +263,7 @@ def agents(settings: Mapping[str, Any]) -> tuple[AgentSpec, ...]:
         bases = [entry.strip() for entry in value.split(",")]
         if not all(bases):
             raise ValueError(f"--pool={value!r} has an empty entry between its commas")
-        return tuple(AgentSpec(name, base) for name, base in zip(_names(bases), bases, strict=True))
+        return tuple(AgentSpec(name, base) for name, base in zip(short_names(bases), bases, strict=True))
     path = pathlib.Path(value)
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
@@ -296,7 +296,8 @@ def agents(settings: Mapping[str, Any]) -> tuple[AgentSpec, ...]:
     return tuple(specs)
 
 
-def _names(bases: Sequence[str]) -> list[str]:
+def short_names(bases: Sequence[str]) -> list[str]:
+    """Names of models by the last part of their paths or ids, numbered where they are equal."""
     short = [pathlib.PurePath(base).name for base in bases]
     return [f"{name}_{short[: i + 1].count(name)}" if short.count(name) > 1 else name for i, name in enumerate(short)]
 
