@@ -71,7 +71,7 @@ class Benchmark(NamedTuple):
       scores: `(items, responses) -> scores`, in their order.
       metrics: `(items, scores) -> {name: Metric}`; the first is the headline.
       max_new_tokens: what an answer usually needs.
-      sizes: how many items the paper takes for development and for test, or None.
+      sizes: how many items the paper takes for development and for test; None where the data are a test set.
       note: said wherever its results are shown, for instance that it is a proxy.
     """
 
@@ -98,7 +98,7 @@ def split(items: Sequence[Item], sizes: tuple[int, int] | None, seed: int) -> Sp
 
     Args:
       items: of one benchmark, at least two.
-      sizes: of the split that is drawn; both parts are shrunk alike where there are fewer items. None: halves.
+      sizes: of the split that is drawn; both parts are shrunk alike where there are fewer items. None: all are test.
       seed: non-negative.
 
     Returns:
@@ -107,9 +107,11 @@ def split(items: Sequence[Item], sizes: tuple[int, int] | None, seed: int) -> Sp
     if items and all(item.facts.get("paper_split") in ("dev", "test") for item in items):
         parts = [tuple(item for item in items if item.facts["paper_split"] == name) for name in ("dev", "test")]
         return Split(*parts, "from the data")
+    if sizes is None:
+        return Split((), tuple(items), "the whole data are the test set")
     if len(items) < 2:
         raise ValueError(f"a split needs at least 2 items, got {len(items)}")
-    dev, test = sizes or (len(items) // 2, len(items) - len(items) // 2)
+    dev, test = sizes
     if dev + test > len(items):
         dev = min(max(round(len(items) * dev / (dev + test)), 1), len(items) - 1)
         test = len(items) - dev
